@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from gnnpipe.plan import Op
 from gnnpipe.planner.series_parallel import Decomposition, Piece, PieceKind, compose, decompose
 from gnnpipe.planner.stage_search import InFlight, Stage, StageCosts, Stages
+from gnnpipe.planner.unit_dag import members
 
 
 class PieceSide(Enum):
@@ -142,6 +143,8 @@ class GraphPipe:
         for at in reversed(range(1, len(piece.parts))):
             end = self._run(piece, at, len(piece.parts))
             is_last = at == len(piece.parts) - 1
+            if not is_last and self.costs.is_too_slow(end.mask, self._target_s):
+                break
             # The last stage of a series is a run of parts, or lies in the last part.
             for back in self._solve(end, behind) if is_last else self._one_stage(end.mask, behind):
                 after = back.length if is_series else behind
@@ -290,7 +293,10 @@ class GraphPipe:
     def _composed(self, kind: PieceKind, parts: Sequence[Piece]) -> Piece:
         # Equal pieces must list equal parts in the same order, because they share their choices.
         is_parallel = kind is PieceKind.PARALLEL
-        return compose(kind, sorted(parts, key=self._id) if is_parallel else parts)
+        ordered = tuple(sorted(parts, key=self._id) if is_parallel else parts)
+        if (kind, ordered) not in self._made:
+            self._made[kind, ordered] = compose(kind, ordered)
+        return self._made[kind, ordered]
 
     def _id(self, piece: Piece) -> int:
         """Return the number of the piece's kind; equal pieces have the same."""
@@ -310,8 +316,8 @@ class GraphPipe:
         passed = []
         for unit in piece.units:
             for value in self.dag.values[unit]:
-                inside = tuple(place[u] for u in place if value.readers >> u & 1)
-                passed.append((inside, bool(value.readers & ~piece.mask)))
+                inside = sorted(place[u] for u in members(value.readers & piece.mask))
+                passed.append((*inside, bool(value.readers & ~piece.mask)))
         return PieceKind.SERIES, parts, tuple(passed)
 
     def _unit_signature(self, unit: int) -> tuple[Any, ...]:
