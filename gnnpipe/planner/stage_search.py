@@ -42,7 +42,8 @@ class InFlight(Enum):
 
     ALL = "all"
     """All chunks: fill-drain and layer-sync run every forward before the first backward. The length
-    of a stage is the time of one chunk in the stage."""
+    of a stage is the time of one chunk in the stage, and of the stage's work once an epoch: without
+    this work, devices whose gradient sums cost more than they save would shorten a path."""
     DEPTH = "depth"
     """1 + the largest number of a stage that reads from the stage: 1F1B (GraphPipe). The length of
     a stage is 1, and the number is the length of the longest path from the stage."""
@@ -154,7 +155,8 @@ class StageCosts:
             return 1.0
         key = mask, shards
         if key not in self._lengths:
-            own_s = self.costs.stage_s(self.dag.ops(mask), shards)
+            ops, _ = self._ops_and_width(mask)
+            own_s = self.costs.stage_s(ops, shards) + self.costs.epoch_s(ops, shards)
             self._lengths[key] = own_s + 2 * self.message_s(mask, shards)
         return self._lengths[key]
 

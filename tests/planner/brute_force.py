@@ -83,11 +83,11 @@ def best(model, costs, devices, memory_bytes, is_1f1b, counts=(1, 2)):
 
 
 def paths(model, costs, parts, shards, order):
-    """Longest time from each part to the end, with messages there and back."""
+    """Longest time from each part to the end, with messages and the work once an epoch."""
     reads, ordered = order
     found = [0.0] * len(parts)
     for p in ordered:
-        own = costs.stage_s(sorted(parts[p]), shards[p])
+        own = costs.stage_s(parts[p], shards[p]) + costs.epoch_s(parts[p], shards[p])
         if width := leaving(model, parts[p]):
             own += 2 * costs.message_s(width, shards[p])
         found[p] = own + max((found[q] for q in reads[p]), default=0.0)

@@ -156,6 +156,22 @@ def test_equal_branches_are_solved_once():
     assert unequal.num_solved > solved[0]
 
 
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_gradient_sums_count_on_a_path(planner):
+    """Two stages of two devices are a shorter path than four stages, but for their sums."""
+
+    class Summed(AssumedCosts):
+        def epoch_s(self, ops, shards):
+            return self.once_s * (shards - 1)
+
+    for once_s, shards in ((0.0, [2, 2]), (5.0, [1, 1, 1, 1])):
+        costs = Summed(branches(1, 3), chunks=64, split_s=0.0, once_s=once_s)
+        stage_costs = StageCosts(
+            UnitDag.of(costs.model), costs, Limits(4, 10**9, shard_counts=(1, 2))
+        )
+        assert [stage.shards for stage in planner(stage_costs).find(1.1)] == shards
+
+
 def test_a_light_join_takes_no_device_of_its_own():
     costs = AssumedCosts(branches(2, 2), chunks=8, op_s={4: 0.01})
     stages, stage_costs = found_by(GraphPipe, costs, Limits(4, 10**9, shard_counts=(1,)))
