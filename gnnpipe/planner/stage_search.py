@@ -255,6 +255,8 @@ def falling_targets(costs: StageCosts, planner: TargetSearch) -> list[Stages]:
         if not is_possible(high_s * (1 - 1e-9)):
             break
         high_s = costs.bottleneck_s(found[-1])
+    # Answers to larger targets may have a longer path.
+    is_possible(high_s)
     return found
 
 

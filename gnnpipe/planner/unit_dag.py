@@ -59,13 +59,20 @@ class UnitDag:
 
     @cached_property
     def readers(self) -> tuple[int, ...]:
-        """Mask of the other units that read a value of each unit."""
+        """Mask of the other units that read a value of each unit.
+
+        The logits must be computed in the last stage: their unit, the last one, also waits for
+        units that no other unit reads.
+        """
         found = []
         for values in self.values:
             mask = 0
             for value in values:
                 mask |= value.readers
             found.append(mask)
+        if not found[-1]:
+            last = len(found) - 1
+            found[:-1] = [mask or 1 << last for mask in found[:-1]]
         return tuple(found)
 
     @cached_property
@@ -135,16 +142,16 @@ def _units(model: ModelGraph) -> tuple[tuple[int, ...], ...]:
         units.setdefault(unit_of[g], []).append(op)
     # A unit that depends on another one is reached by more groups.
     depth = {u: sum(mask >> u & 1 for mask in reached.values()) for u in units}
+    if not reached[unit_of[group[-1]]]:
+        depth[unit_of[group[-1]]] = len(reached) + 1
     return tuple(tuple(units[u]) for u in sorted(units, key=lambda u: (depth[u], u)))
 
 
 def _tied_groups(model: ModelGraph) -> list[int]:
     """Return for each op the first op that must be on its stage."""
     group = list(range(model.num_ops))
-    first_use: dict[str, int] = {}
-    for i, op in enumerate(model.ops):
-        tied = {group[first_use.setdefault(name, i)] for name in op.weights} | {group[i]}
-        tied |= {group[i - 1]} if op.over_pairs else set()
+    for tie in model.ties:
+        tied = {group[op] for op in tie}
         group = [min(tied) if g in tied else g for g in group]
     return group
 

@@ -41,12 +41,18 @@ def branches(count: int, length: int, is_chained: bool = False):
 
 
 def random_model(seed: int, most: int = 6):
-    """A random DAG of 2 to ``most`` ops; later ops read up to three earlier ones."""
+    """A random DAG of 2 to ``most`` ops; later ops read up to three earlier ones.
+
+    The last op reads all that no other op reads.
+    """
     draw = random.Random(seed)
     edges: dict[str, list[str]] = {}
     for i in range(draw.randint(2, most)):
         names = list(edges)
         edges[f"op{chr(97 + i)}"] = draw.sample(names, draw.randint(0, min(3, len(names))))
+    *others, last = edges
+    read = {name for inputs in edges.values() for name in inputs}
+    edges[last] += [name for name in others if name not in read]
     return model_of(edges, width=draw.choice([1, 4]))
 
 

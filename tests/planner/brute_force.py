@@ -52,34 +52,44 @@ def stage_s(model, costs, part, shards):
 def best(model, costs, devices, memory_bytes, is_1f1b, counts=(1, 2)):
     """Least (time of the slowest stage, longest path) of all plans that fit; None if no plan does.
 
-    The longest path is counted in stages for 1F1B, and in time otherwise.
+    The longest path is counted in stages for 1F1B, and in time otherwise; every stage has the
+    fewest devices that keep to the least time.
     """
-    found = None
+    cuts = []
     for parts in partitions(list(range(model.num_ops))):
-        if len(parts) > devices:
-            continue
         order = reading_parts(model, parts)
-        if order is None:
-            continue
-        depth = [0] * len(parts)
-        for p in order[1]:
-            depth[p] = 1 + max((depth[q] for q in order[0][p]), default=0)
-        times = {
-            (p, n): stage_s(model, costs, part, n) for p, part in enumerate(parts) for n in counts
-        }
-        for shards in product(counts, repeat=len(parts)):
-            if sum(shards) > devices:
-                continue
-            path = depth if is_1f1b else paths(model, costs, parts, shards, order)
+        if order is not None and len(parts) <= devices:
+            depth = [0] * len(parts)
+            for p in order[1]:
+                depth[p] = 1 + max((depth[q] for q in order[0][p]), default=0)
             held = [min(d, costs.chunks) if is_1f1b else costs.chunks for d in depth]
-            if all(
-                costs.memory_bytes(sorted(part), n, h) <= memory_bytes
-                for part, n, h in zip(parts, shards, held, strict=True)
-            ):
-                value = max(times[p, n] for p, n in enumerate(shards)), max(path)
-                if found is None or value < found:
-                    found = value
-    return found
+            fitting = [
+                [n for n in counts if costs.memory_bytes(sorted(part), n, h) <= memory_bytes]
+                for part, h in zip(parts, held, strict=True)
+            ]
+            times = [
+                {n: stage_s(model, costs, part, n) for n in each}
+                for part, each in zip(parts, fitting, strict=True)
+            ]
+            cuts.append((parts, order, depth, times))
+    slowest = min(
+        (
+            max(times[p][n] for p, n in enumerate(shards))
+            for _, _, _, times in cuts
+            for shards in product(*times)
+            if sum(shards) <= devices
+        ),
+        default=None,
+    )
+    if slowest is None:
+        return None
+    longest = []
+    for parts, order, depth, times in cuts:
+        fewest = [min((n for n, t in of.items() if t <= slowest), default=99) for of in times]
+        if sum(fewest) <= devices:
+            path = depth if is_1f1b else paths(model, costs, parts, fewest, order)
+            longest.append(max(path))
+    return slowest, min(longest)
 
 
 def paths(model, costs, parts, shards, order):

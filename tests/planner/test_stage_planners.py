@@ -223,6 +223,18 @@ def test_ops_that_share_a_weight_stay_together_with_all_between():
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
+def test_the_stage_of_the_logits_is_the_last(planner):
+    """Also if no other op reads the end of the longest branch."""
+    model = model_of({"a": [], "b": ["a"], "c": ["b"], "unread": ["c"], "logits": ["a"]})
+    costs = AssumedCosts(model)
+    for devices in (2, 3, 5):
+        request = Request(lambda k: costs, [4], Limits(devices, 10**9), lambda p: 1.0)
+        plan = search(planner, request).plan
+        assert 4 in plan.stages[-1].ops
+        StageDag.of(plan, model)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
 def test_limits_that_nothing_fits(planner):
     costs = AssumedCosts(branches(2, 2), chunks=4, weight_bytes=2**31)
     request = Request(lambda chunks: costs, [4], Limits(2, 2**30), lambda plan: 1.0)
