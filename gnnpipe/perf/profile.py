@@ -205,7 +205,7 @@ class Profile:
                 f"{source}: version: written by another gnnpipe, expected {VERSION}; make one with "
                 "`gnnpipe profile --save`"
             )
-        return _read_dataclass(cls, data, source)
+        return read_dataclass(cls, data, source)
 
 
 def op_kind(op: Op) -> str:
@@ -214,6 +214,8 @@ def op_kind(op: Op) -> str:
     >>> op_kind(Op("gcn3", ("gcn2.x",), {"gcn3.x": 16}, 272, 512, push_width=16))
     'gcn, push 16, out 16, flops 512 a row'
     """
+    if op.kind:
+        return op.kind
     stem = re.sub(r"[_\d]+$", "", op.name)
     parts = [stem]
     if op.push_width:
@@ -228,7 +230,7 @@ def op_kind(op: Op) -> str:
     return ", ".join(parts)
 
 
-def _read_dataclass(kind: type[T], data: Any, where: str) -> T:
+def read_dataclass(kind: type[T], data: Any, where: str) -> T:
     """Return JSON ``data`` as a dataclass; ``InputError`` names the field that is missing or wrong.
 
     Types of fields: str, bool; int and float from 0 to ``MAX_NUMBER``; dataclasses; tuples and
@@ -262,7 +264,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
             raise InputError(f"{where}: must be an object, not {_short(value)}")
         return {k: _read(arguments[1], v, f"{where}[{k!r}]") for k, v in value.items()}
     if is_dataclass(hint):
-        return _read_dataclass(typing.cast(type, hint), value, where)
+        return read_dataclass(typing.cast(type, hint), value, where)
     if hint is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         # NaN compares as false.

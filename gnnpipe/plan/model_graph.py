@@ -139,6 +139,8 @@ class Op:
     """Numbers per row that are not kept until backward if the aggregation is precomputed."""
     weights: tuple[str, ...] = ()
     """Names of the weights and buffers that the op uses."""
+    kind: str = ""
+    """Name of the op's times in a profile; '': derived from the other fields (``perf.profile``)."""
 
     @property
     def aggregates(self) -> bool:

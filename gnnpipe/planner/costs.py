@@ -16,6 +16,10 @@ class PlanningCosts(Protocol):
     """Times in seconds and bytes of parts of a plan with K chunks.
 
     ``ops``: indices of the ops of one stage. ``shards``: number G of equal devices of the stage.
+
+    Planners rely on three properties: more ops of a stage never take less time or memory; G devices
+    are at most G times as fast as one; and ops with equal costs, widths and aggregations can
+    replace each other in any stage.
     """
 
     @property
