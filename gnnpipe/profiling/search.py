@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,13 +13,22 @@ import torch
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.machine import memory_bytes
-from gnnpipe.output import Step
+from gnnpipe.output import Step, say
 from gnnpipe.perf import CommVolume, Profile, closed_form_volume
 from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
 from gnnpipe.perf.workload import Workload
-from gnnpipe.plan import ALL_ROWS, LossRows, ModelGraph, Plan
+from gnnpipe.plan import ModelGraph, Plan
 from gnnpipe.plan.cluster import Cluster
-from gnnpipe.planner import FoundPlan, PlanRequest, SearchSpace, Shape, find_plan
+from gnnpipe.planner import (
+    FoundPlan,
+    GivenPlan,
+    GraphCounts,
+    Planner,
+    PlanRequest,
+    SearchSpace,
+    Shape,
+    find_plan,
+)
 from gnnpipe.planner.auto import EXACT_AFTER_JUMPS
 from gnnpipe.planner.candidate import MAX_CHUNKS
 from gnnpipe.profiling.predict import check_profile, on_rank_0, read_profile
@@ -98,15 +108,10 @@ def _workload(
     config: TrainConfig,
     model: ModelGraph,
     hardware: Hardware,
-    counts: tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]],
+    counts: GraphCounts,
     halo: Callable[[int], float],
-    *,
-    loss_rows: LossRows = ALL_ROWS,
-    loss_numbers: int,
-    is_sparse: bool,
     is_symmetric: bool,
 ) -> Workload:
-    """``counts``: numbers of vertices, edges and stored features, by vertex type."""
     widest = max((op.push_width for op in model.aggregations), default=0)
     each = config.staleness_settings_for(MAX_CHUNKS).probes_per_column
     profile = hardware.profile_of(model, config)
@@ -116,15 +121,17 @@ def _workload(
         model,
         profile,
         hardware.cluster,
-        *counts,
-        loss_rows,
-        loss_numbers,
+        counts.num_vertices,
+        counts.num_edges,
+        counts.feature_entries,
+        counts.loss_rows,
+        counts.loss_numbers,
         halo,
-        min(each * (widest + 1), sum(counts[0].values())),
+        min(each * (widest + 1), sum(counts.num_vertices.values())),
         memory_settings(
             config,
             MAX_CHUNKS,
-            has_sparse_features=is_sparse,
+            has_sparse_features=counts.has_sparse_features,
             is_symmetric=is_symmetric,
             is_exact=True,
             extra_weights=int(config.kept_epoch == "best"),
@@ -136,34 +143,25 @@ def workload_of_shape(
     config: TrainConfig, shape: GraphShape, model: ModelGraph, hardware: Hardware
 ) -> Workload:
     """Returns the workload of a graph that is given in numbers."""
-    stored = shape.stored or shape.vertices * shape.features
-    return _workload(
-        config,
-        model,
-        hardware,
-        ({"": shape.vertices}, {"": shape.edges}, {"": stored}),
-        lambda shards: shape.halo,
+    counts = GraphCounts(
+        {"": shape.vertices},
+        {"": shape.edges},
+        {"": shape.stored or shape.vertices * shape.features},
         # The training vertices are not known: all of them, with cross entropy.
         loss_numbers=shape.vertices * shape.classes,
-        is_sparse=shape.stored > 0,
-        is_symmetric=True,
+        has_sparse_features=shape.stored > 0,
     )
+    return _workload(config, model, hardware, counts, lambda shards: shape.halo, is_symmetric=True)
 
 
 def workload_of_request(config: TrainConfig, request: PlanRequest, hardware: Hardware) -> Workload:
     """Returns the workload of a graph that was read."""
-    counts = request.graph
-    return _workload(
-        config,
-        request.model,
-        hardware,
-        (counts.num_vertices, counts.num_edges, counts.feature_entries),
-        lambda shards: request.halo(shards, hardware.num_devices),
-        loss_rows=counts.loss_rows,
-        loss_numbers=counts.loss_numbers,
-        is_sparse=counts.has_sparse_features,
-        is_symmetric=False,
-    )
+
+    def halo(shards: int) -> float:
+        return request.halo(shards, hardware.num_devices)
+
+    # Whether all edges have their reverse is not known yet; without, matrices take more memory.
+    return _workload(config, request.model, hardware, request.graph, halo, is_symmetric=False)
 
 
 def search_space(
@@ -319,6 +317,16 @@ class RunPlanner:
                 request.model.num_ops,
                 request.prepared_with,
             )
+
+
+def run_planner(config: TrainConfig, world: World, resumed: Path | None) -> Planner:
+    """Returns a search, or the plan of the run in folder ``resumed`` if for as many ranks."""
+    if resumed is not None and (resumed / "plan.json").exists():
+        kept = GivenPlan.read(str(resumed / "plan.json"))
+        if kept.given.num_ranks == world.world_size:
+            return kept
+    is_quiet = config.quiet or world.rank > 0
+    return RunPlanner(config, world, (lambda line: None) if is_quiet else say)
 
 
 def _rank_memory_bytes(world: World) -> int:

@@ -188,6 +188,31 @@ def simulate(
         InputError: An argument is wrong, or the plan does not fit the cluster; the message names
             the nearest shape that does.
     """
+    _check_arguments(config, graph, profile, hardware, shape, devices)
+    if profile is None and hardware is None:
+        profile = read_profile(config.profile)
+    if config.plan == AUTO:
+        known = hardware_of(config, hardware, cluster, devices, profile)
+        return _simulate_found(config, known, graph, model, shape)
+
+    def scenario_with(one: TrainConfig) -> Scenario:
+        given = detached_copy(model)
+        if shape is not None:
+            return scenario_of_shape(one, shape, model_on_shape(one, shape, given))
+        return scenario_of(prepare(one, World.alone(), graph, given))
+
+    return _simulate(config, scenario_with, profile, hardware, cluster, ranks_of(config))
+
+
+def _check_arguments(
+    config: TrainConfig,
+    graph: Graph | None,
+    profile: Profile | None,
+    hardware: str | None,
+    shape: GraphShape | None,
+    devices: int | None,
+) -> None:
+    """``InputError`` for arguments of ``simulate`` that contradict each other."""
     if (hardware is None) == (profile is None and config.profile == ""):
         raise InputError(
             "simulate: give either --profile FILE (of `gnnpipe profile --save`) or --hardware "
@@ -201,21 +226,8 @@ def simulate(
             f"--label-inputs {config.label_inputs:g}: with --shape the labels are features; leave "
             f"it out, and give features={shape.features + shape.classes}"
         )
-    if profile is None and hardware is None:
-        profile = read_profile(config.profile)
-    if config.plan == AUTO:
-        known = hardware_of(config, hardware, cluster, devices, profile)
-        return _simulate_found(config, known, graph, model, shape)
-    if devices is not None:
+    if devices is not None and config.plan != AUTO:
         raise InputError(f"--devices {devices}: only used by --plan auto; leave it out")
-
-    def scenario_with(one: TrainConfig) -> Scenario:
-        given = detached_copy(model)
-        if shape is not None:
-            return scenario_of_shape(one, shape, model_on_shape(one, shape, given))
-        return scenario_of(prepare(one, World.alone(), graph, given))
-
-    return _simulate(config, scenario_with, profile, hardware, cluster, ranks_of(config))
 
 
 def _simulate_found(

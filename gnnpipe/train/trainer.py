@@ -34,7 +34,7 @@ from gnnpipe.plan import Plan
 from gnnpipe.planner import GivenPlan, Planner
 from gnnpipe.profiling.links import receive_bandwidth
 from gnnpipe.profiling.predict import Predictor, check_profile_file
-from gnnpipe.profiling.search import AUTO, RunPlanner
+from gnnpipe.profiling.search import AUTO, run_planner
 from gnnpipe.run.folder import RunFolder, claim_folder, reclaim_folder
 from gnnpipe.run.predictions import Part, check_new_file, write_predictions
 from gnnpipe.run.progress import Progress
@@ -223,7 +223,7 @@ class Trainer:
         """Reads, plans and partitions, once."""
         world = self._join()
         if self._planner is None and self.config.plan == AUTO:
-            self._planner = self._auto_planner(world, start)
+            self._planner = run_planner(self.config, world, None if start is None else self._resume)
         if self._prepared is None:
             with _without_autocast(world):
                 self._prepared = prepare(
@@ -241,16 +241,6 @@ class Trainer:
             )
         assert self._mesh is not None
         return self._mesh, self._prepared
-
-    def _auto_planner(self, world: World, start: Start | None) -> Planner:
-        """Returns a search, or the plan of the resumed run if it was for as many ranks."""
-        file = None if self._resume is None else self._resume / "plan.json"
-        if start is not None and file is not None and file.exists():
-            kept = GivenPlan.read(str(file))
-            if kept.given.num_ranks == world.world_size:
-                return kept
-        is_quiet = self.config.quiet or world.rank > 0
-        return RunPlanner(self.config, world, (lambda line: None) if is_quiet else say)
 
     def fit(self, epochs: int | None = None) -> RunResult:
         """Trains and writes the run's folder (``out="off"``: no folder).
