@@ -133,8 +133,26 @@ def _verify(options: argparse.Namespace) -> int:
     return ExitCode.DONE if found.is_equal else ExitCode.FAILED
 
 
+def _add_search_flags(parser: Parser, sheets: str) -> None:
+    """Add the flags that say what the devices are; ``sheets``: help of --hardware."""
+    parser.add_argument("--hardware", metavar="DEVICE:LINK", help=f"{sheets}: {DATA_SHEETS}")
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="TOML file with the devices (speed, memory) and links; without it every rank is the "
+        "device of the profile",
+    )
+    parser.add_argument(
+        "--devices",
+        type=number(int),
+        metavar="INT",
+        help="with --plan auto and without --cluster: number of equal devices",
+    )
+
+
 def _add_info_flags(parser: Parser) -> None:
     parser.add_argument("--list", action="store_true", help="list the built-in datasets and exit")
+    _add_search_flags(parser, "for --plan auto: data sheets of the devices")
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -144,9 +162,19 @@ def _info(options: argparse.Namespace) -> int:
 
         print("\n".join(dataset_names()))
         return ExitCode.DONE
+    from gnnpipe.plan.cluster import Cluster
+    from gnnpipe.profiling.search import AUTO, hardware_of
     from gnnpipe.run.info import info
 
-    print(info(config))
+    given = {f"--{name}": getattr(options, name) for name in ("hardware", "cluster", "devices")}
+    hardware = None
+    if config.plan == AUTO:
+        cluster = None if options.cluster is None else Cluster.read(options.cluster)
+        hardware = hardware_of(config, options.hardware, cluster, options.devices)
+    elif any(value is not None for value in given.values()):
+        name, value = next((k, v) for k, v in given.items() if v is not None)
+        raise InputError(f"{name} {value}: `gnnpipe info` uses it for --plan auto; leave it out")
+    print(info(config, hardware=hardware))
     return ExitCode.DONE
 
 
@@ -186,17 +214,7 @@ def _add_simulate_flags(parser: Parser) -> None:
         "vertices=..,edges=..,features=..,classes=.., and optionally halo=.. (rows of other shards "
         "read for each own row, default 1) and stored=.. (nonzeros of sparse features)",
     )
-    parser.add_argument(
-        "--hardware",
-        metavar="DEVICE:LINK",
-        help=f"use data sheets instead of --profile: {DATA_SHEETS}",
-    )
-    parser.add_argument(
-        "--cluster",
-        metavar="FILE",
-        help="TOML file with the devices (speed, memory) and links; without it every rank is the "
-        "device of the profile",
-    )
+    _add_search_flags(parser, "use data sheets instead of --profile")
     parser.add_argument("--json", metavar="FILE", help="also write the result to this JSON file")
 
 
@@ -219,6 +237,7 @@ def _simulate(options: argparse.Namespace) -> int:
         hardware=options.hardware,
         shape=None if options.shape is None else GraphShape.parse(options.shape),
         cluster=None if options.cluster is None else Cluster.read(options.cluster),
+        devices=options.devices,
     )
     print(found, flush=True)
     file.write(found.to_json())

@@ -224,7 +224,8 @@ class Settings:
     plan: str = _shape(
         "uniform",
         "planner that places the model on ranks: uniform (equal stages of consecutive layers, by "
-        "--stages, --shards and --chunks), or the path of a plan.json, as a run writes it",
+        "--stages, --shards and --chunks), auto (finds stages, shards and chunks for the ranks "
+        "that there are), or the path of a plan.json, as a run writes it",
     )
     stages: int = _shape(1, "number of pipeline stages S that the layers are divided into", low=1)
     shards: int = _shape(1, "number of shards G: ranks that share the vertices of a stage", low=1)

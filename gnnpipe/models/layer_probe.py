@@ -195,7 +195,9 @@ def measure_layers(layers: Sequence[Layer]) -> list[LayerMemory]:
     with torch.inference_mode(False), _trainable_weights(layers):
         small = _measure(layers, _FEW_ROWS, _FEW_ROWS * _DEGREE)
         wide = _measure(layers, 2 * _FEW_ROWS, 2 * _FEW_ROWS * _DEGREE)
-        dense = _measure(layers, _FEW_ROWS, 2 * _FEW_ROWS * _DEGREE)
+        dense = small
+        if not all(layer.is_linear for layer in layers):
+            dense = _measure(layers, _FEW_ROWS, 2 * _FEW_ROWS * _DEGREE)
     per_edge = (dense - small)[:, 0] / (_FEW_ROWS * _DEGREE)
     total, before, recomputed = (wide - small).T / _FEW_ROWS
     columns = total - _DEGREE * per_edge, before, recomputed, per_edge

@@ -158,17 +158,21 @@ class PlanSizes:
         """Return the sizes of a plan whose stages have the same shards."""
         return cls((sizes,) * len(split.bounds), split, sizes.rows, sizes.probes)
 
-    def rows_between(self, stage: int, other: int, vertex_type: str) -> Counts:
-        """Return the rows that a shard of ``stage`` and a shard of ``other`` own, [G, G', K]."""
+    def rows_between(
+        self, stage: int, other: int, vertex_type: str
+    ) -> dict[tuple[int, int], Counts]:
+        """Return the rows [K] that a shard of ``stage`` and a shard of ``other`` own, by pair."""
         return self._between(stage, other, self.part_rows[vertex_type])
 
-    def probes_between(self, stage: int, other: int, vertex_type: str) -> Counts:
-        """Return the probe rows that shards of both stages own, [G, G']."""
+    def probes_between(
+        self, stage: int, other: int, vertex_type: str
+    ) -> dict[tuple[int, int], Counts]:
+        """Return the probe rows that shards of both stages own, by pair."""
         return self._between(stage, other, self.part_probes[vertex_type])
 
-    def _between(self, stage: int, other: int, parts: Counts) -> Counts:
+    def _between(self, stage: int, other: int, parts: Counts) -> dict[tuple[int, int], Counts]:
         mine, theirs = self.split.bounds[stage], self.split.bounds[other]
-        found = np.zeros((len(mine) - 1, len(theirs) - 1, *parts.shape[1:]), dtype=np.int64)
+        found = {}
         for i, j in self.split.overlaps(stage, other):
             first, last = max(mine[i], theirs[j]), min(mine[i + 1], theirs[j + 1])
             found[i, j] = parts[first:last].sum(0)

@@ -77,7 +77,13 @@ class ProfiledCosts:
             for stage, of_stage in zip(plan.stages, sizes.stages, strict=True)
         ]
         self._steps: dict[tuple[Direction, int, int], npt.NDArray[np.float64]] = {}
-        self._messages: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+        self._messages: dict[tuple[int, int], dict[tuple[int, int], npt.NDArray[np.int64]]] = {}
+        self._pulls: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
+        self._exchanges: dict[tuple[Direction, int, int], npt.NDArray[np.int64]] = {}
+        self._pushes = [
+            [[model.ops[part.op] for part in parts if part.side is Side.BEFORE] for parts in steps]
+            for steps in self._parts
+        ]
         self._transfers: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
         """Transfers by (source, target)."""
         for transfer in dag.transfers:
@@ -168,20 +174,13 @@ class ProfiledCosts:
             if (target, first_step) == (stage, step) or (source, last_step) == (stage, step):
                 busy = self._link("message").busy
                 # A message has a part for each pair of shards with common rows.
-                others = 1 if ends[0] == stage else 0
-                pairs = np.array(self.message_pairs(*ends))[:, 1 - others]
-                total += busy.base_s * np.bincount(pairs, minlength=shards)[:, None]
-                total += busy.per_row_s * self._bytes_between(*ends).sum(others)
+                for pair, size_bytes in self._bytes_between(*ends).items():
+                    shard = pair[ends.index(stage)]
+                    total[shard] += busy.base_s + busy.per_row_s * size_bytes
         if shards > 1 and step < last and self.has_exchange(stage, step):
             busy = self._link("exchange").busy
-            total += [
-                [
-                    busy.base_s * (shards - 1)
-                    + busy.per_row_s * self.exchange_bytes(way, stage, shard, chunk, step)
-                    for chunk in range(chunks)
-                ]
-                for shard in range(shards)
-            ]
+            total += busy.base_s * (shards - 1)
+            total += busy.per_row_s * self._exchanged_bytes(way, stage, step)
         return total
 
     def _part_times(self, way: Direction, part: Part) -> Affine:
@@ -206,14 +205,15 @@ class ProfiledCosts:
         This part is the product for the own rows, here all that grows with the edges (edges of halo
         rows are few). Not called with one shard, nor for the last step.
         """
-        sizes = self._sizes.stages[stage]
-        total = sum(
-            self._part_times(Direction.BACKWARD, part).per_edge_s
-            * float(sizes.columns(self.model.ops[part.op], part.side)[1][shard, chunk])
-            for part in self._parts[stage][step]
-            if part.side is Side.BEFORE
-        )
-        return total * self._slowdown(stage, shard)
+        if (stage, step) not in self._pulls:
+            sizes = self._sizes.stages[stage]
+            total = np.zeros((sizes.shards, sizes.chunks))
+            for part in self._parts[stage][step]:
+                if part.side is Side.BEFORE:
+                    edges = sizes.columns(self.model.ops[part.op], part.side)[1]
+                    total += self._part_times(Direction.BACKWARD, part).per_edge_s * edges
+            self._pulls[stage, step] = total
+        return float(self._pulls[stage, step][shard, chunk]) * self._slowdown(stage, shard)
 
     def probe_s(self, kind: TaskKind, stage: int, shard: int) -> float:
         """Return the time of FORECAST or CARRY on one rank, without communication."""
@@ -259,7 +259,7 @@ class ProfiledCosts:
         if way == Direction.BACKWARD:
             source, target, pair = target, source, pair[::-1]
         if chunk != SpecialPosition.PROBE:
-            return int(self._bytes_between(source, target)[*pair, chunk])
+            return int(self._bytes_between(source, target)[pair][chunk])
         return sum(
             2 * width * self._row_bytes * int(self._sizes.probes_between(source, target, t)[pair])
             for t, width in self._widths_between(source, target)
@@ -271,15 +271,17 @@ class ProfiledCosts:
             for value, width in transfer.widths.items():
                 yield transfer.types.get(value, ""), width
 
-    def _bytes_between(self, source: int, target: int) -> npt.NDArray[np.int64]:
-        """Return the bytes of each chunk's message by shards, [G, G', K]; both ways are equal."""
+    def _bytes_between(
+        self, source: int, target: int
+    ) -> dict[tuple[int, int], npt.NDArray[np.int64]]:
+        """Return the bytes [K] of each chunk's message by pair of shards; both ways are equal."""
         ends = source, target
         if ends not in self._messages:
-            shape = [self.plan.stages[s].shards for s in ends]
-            total = np.zeros((*shape, self.plan.chunks), dtype=np.int64)
+            none = np.zeros(self.plan.chunks, dtype=np.int64)
+            total = dict.fromkeys(self.message_pairs(*ends), none)
             for vertex_type, width in self._widths_between(*ends):
-                rows = self._sizes.rows_between(*ends, vertex_type)
-                total += rows * (width * self._row_bytes)
+                for pair, rows in self._sizes.rows_between(*ends, vertex_type).items():
+                    total[pair] = total[pair] + rows * (width * self._row_bytes)
             self._messages[ends] = total
         return self._messages[ends]
 
@@ -296,13 +298,20 @@ class ProfiledCosts:
         Forward: the boundary rows that the step pushed; backward: the gradients of its halo rows.
         Only called if the step ``has_exchange``.
         """
-        sizes = self._sizes.stages[stage]
-        rows = sizes.boundary if way == Direction.FORWARD else sizes.halo
-        return sum(
-            int(rows[op.pushed_type][shard, chunk]) * op.push_width * self._row_bytes
-            for op in self._pushing(stage, step)
-            if not op.is_mean
-        )
+        return int(self._exchanged_bytes(way, stage, step)[shard, chunk])
+
+    def _exchanged_bytes(self, way: Direction, stage: int, step: int) -> npt.NDArray[np.int64]:
+        """Return the bytes of ``exchange_bytes`` for every shard and chunk, [G, K]."""
+        key = way, stage, step
+        if key not in self._exchanges:
+            sizes = self._sizes.stages[stage]
+            rows = sizes.boundary if way == Direction.FORWARD else sizes.halo
+            total = np.zeros((sizes.shards, sizes.chunks), dtype=np.int64)
+            for op in self._pushing(stage, step):
+                if not op.is_mean:
+                    total += rows[op.pushed_type] * (op.push_width * self._row_bytes)
+            self._exchanges[key] = total
+        return self._exchanges[key]
 
     def mean_bytes(self, stage: int, step: int) -> Sequence[int]:
         """Return the bytes of each sum for a mean that the step pushes, in order; one copy.
@@ -314,8 +323,7 @@ class ProfiledCosts:
 
     def _pushing(self, stage: int, step: int) -> list[Op]:
         """Return the ops that push at the end of a step, in order."""
-        parts = self._parts[stage][step]
-        return [self.model.ops[part.op] for part in parts if part.side is Side.BEFORE]
+        return self._pushes[stage][step]
 
     def gradient_bytes(self, stage: int, steps: tuple[int, int]) -> int:
         """Return the bytes of the weight gradients that these steps complete; one copy."""

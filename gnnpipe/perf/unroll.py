@@ -31,12 +31,20 @@ from gnnpipe.schedule import Action, ActionKind, Direction, Program
 
 @collector_paused()
 def program_tasks(
-    program: Program, costs: ProfiledCosts, order: Sequence[int] | None = None, overlap: bool = True
+    program: Program,
+    costs: ProfiledCosts,
+    order: Sequence[int] | None = None,
+    overlap: bool = True,
+    lanes: Sequence[int] | None = None,
 ) -> Tasks:
     """Return the tasks of one epoch; ``order[position]`` is the chunk (default: the position).
 
     Without ``overlap`` a rank waits for all that it sends, and receives are always posted. The
     devices are resources 0 to ranks - 1, by rank.
+
+    ``lanes``: shards that stand for all shards of every stage, because each other shard has the
+    sizes, device and links of one of these in every stage. Only these have tasks; the makespan is
+    the same.
     """
     order = range(program.chunks) if order is None else order
     tasks = Tasks()
@@ -46,6 +54,8 @@ def program_tasks(
     syncs: list[int] = []
     for stage in range(len(program.stages)):
         stage_tasks = _StageTasks(program, costs, order, overlap, tasks, messages, syncs, stage)
+        if lanes is not None:
+            stage_tasks.shards, stage_tasks.has_lanes = lanes, True
         stage_tasks.run()
     return tasks
 
@@ -80,12 +90,14 @@ class _StageTasks:
         self.tasks, self.stage = tasks, stage
         self.messages, self.syncs = messages, syncs
         self.ranks = program.placement.stages[stage]
-        self.shards = range(len(self.ranks))
+        self.shards: Sequence[int] = range(len(self.ranks))
+        """The shards that have tasks; lists "by shard" have one entry for each of these."""
+        self.has_lanes = False
         self.num_steps = program.num_steps[stage]
-        self._last: list[int] = []
-        """Last task on each device."""
-        self._waits: list[list[int]] = [[] for _ in self.shards]
-        """Tasks that the next task on each device waits for."""
+        self._last: dict[int, int] = {}
+        """Last task on each device, by shard."""
+        self._waits: dict[int, list[int]] = {}
+        """Tasks that the next task on each device waits for, by shard."""
         self._arriving: dict[tuple[Direction, int], list[list[_Part]]] = defaultdict(list)
         self._pushed: list[list[int]] = [[] for _ in range(self.num_steps)]
         self._returning: dict[tuple[int, int], list[int]] = {}
@@ -96,7 +108,8 @@ class _StageTasks:
         """Add all tasks."""
         actions = self.program.stages[self.stage]
         last = max((i for i, a in enumerate(actions) if a.kind is ActionKind.BACKWARD), default=-1)
-        self._last = [-1] * len(self.shards)
+        self._last = dict.fromkeys(self.shards, -1)
+        self._waits = {shard: [] for shard in self.shards}
         begins = [self.costs.begin_s(self.stage, shard) for shard in self.shards]
         self._device(TaskKind.BEGIN, begins)
         for index, action in enumerate(actions):
@@ -124,14 +137,14 @@ class _StageTasks:
         self, kind: TaskKind, durations_s: list[float], position: int = -1, step: int = -1
     ) -> None:
         chunk = self._chunk(position)
-        for shard in self.shards:
+        for shard, time_s in zip(self.shards, durations_s, strict=True):
             what = Task(kind, self.stage, shard, position, chunk, step)
             before = tuple(self._waits[shard])
             self._waits[shard].clear()
-            self._last[shard] = self.tasks.add(what, self.ranks[shard], durations_s[shard], before)
+            self._last[shard] = self.tasks.add(what, self.ranks[shard], time_s, before)
 
     def _wait(self, *tasks: int) -> None:
-        for waits in self._waits:
+        for waits in self._waits.values():
             waits += tasks
 
     def _probe(self, action: Action) -> None:
@@ -139,7 +152,7 @@ class _StageTasks:
             self._wait_for_messages(Direction.FORWARD, action.position)
         kind = TaskKind(action.kind)
         each = [self.costs.probe_s(kind, self.stage, shard) for shard in self.shards]
-        has_sums = action.kind is ActionKind.FORECAST and len(self.shards) > 1
+        has_sums = action.kind is ActionKind.FORECAST and len(self.ranks) > 1
         sums = self.costs.fit_bytes(self.stage) if has_sums else ()
         # Work and sums alternate: the fit of each aggregation needs the one before.
         parts = [time_s / (len(sums) + 1) for time_s in each]
@@ -155,7 +168,7 @@ class _StageTasks:
         chunk = self.order[action.position]
         if action.steps[0] == 0:
             self._wait_for_messages(Direction.FORWARD, action.position)
-        if len(self.shards) == 1:
+        if len(self.ranks) == 1:
             self._all_steps(action)
             return
         for step in range(*action.steps):
@@ -186,7 +199,7 @@ class _StageTasks:
         chunk = self.order[action.position]
         if action.steps[1] == self.num_steps:
             self._wait_for_messages(Direction.BACKWARD, action.position)
-        if len(self.shards) == 1:
+        if len(self.ranks) == 1:
             self._all_steps(action, is_last)
             return
         repeat = following if action.is_repeated_by(following) else None
@@ -208,7 +221,8 @@ class _StageTasks:
                         comes = repeat.position, step
                         self._returning[comes] = self._exchange(Direction.BACKWARD, *comes)
             if is_last and step == action.steps[0]:
-                each = [e + self.costs.finish_s(self.stage, s) for s, e in enumerate(each)]
+                extra = [self.costs.finish_s(self.stage, shard) for shard in self.shards]
+                each = [time_s + more for time_s, more in zip(each, extra, strict=True)]
             self._device(TaskKind.BACKWARD, each, action.position, step)
             if step:
                 self._sum_means(action.position, step - 1)
@@ -221,9 +235,12 @@ class _StageTasks:
         sizes = [
             self.costs.exchange_bytes(way, self.stage, shard, chunk, step) for shard in self.shards
         ]
-        what = Task(EXCHANGES[way], self.stage, -1, position, chunk, step, size_bytes=sum(sizes))
-        time_s = self.costs.exchange_s(self.stage, sizes)
-        return [self.tasks.add(what, self._shard_link(), time_s, tuple(self._last))]
+        sent = sum(sizes) * len(self.ranks) // len(sizes)
+        what = Task(EXCHANGES[way], self.stage, -1, position, chunk, step, size_bytes=sent)
+        # The shards without tasks send no more than those that stand for them.
+        all_sizes = [*sizes, *[0] * (len(self.ranks) - len(sizes))]
+        time_s = self.costs.exchange_s(self.stage, all_sizes)
+        return [self.tasks.add(what, self._shard_link(), time_s, tuple(self._last.values()))]
 
     def _sum_means(self, position: int, step: int) -> None:
         for size in self.costs.mean_bytes(self.stage, step):
@@ -243,7 +260,7 @@ class _StageTasks:
         sent = self.costs.shard_sum_bytes(self.stage, size) // phases
         what = Task(TaskKind.REDUCE_GRADIENTS, self.stage, step=step, size_bytes=sent)
         time_s = self.costs.shard_sum_s(self.stage, size) / phases
-        task = self.tasks.add(what, self._shard_link(), time_s, (*self._last, *before))
+        task = self.tasks.add(what, self._shard_link(), time_s, (*self._last.values(), *before))
         self._buckets.append((task, size, step, remaining))
 
     def _next_phases(self) -> None:
@@ -271,7 +288,7 @@ class _StageTasks:
         sent = self.costs.shard_sum_bytes(self.stage, size)
         what = Task(kind, self.stage, -1, position, chunk, step, size_bytes=sent)
         time_s = self.costs.shard_sum_s(self.stage, size)
-        self._wait(self.tasks.add(what, self._shard_link(), time_s, tuple(self._last)))
+        self._wait(self.tasks.add(what, self._shard_link(), time_s, tuple(self._last.values())))
 
     def _sync(self, position: int) -> None:
         """Wait for all ranks; the first stage adds the task."""
@@ -283,8 +300,8 @@ class _StageTasks:
             self.syncs.append(self.tasks.add(what, place, self.costs.sync_s()))
         task = self.syncs[position]
         # Gradient sums end before the all-reduce starts.
-        pending = dict.fromkeys(other for waits in self._waits for other in waits)
-        self.tasks.before[task] = (*self.tasks.before[task], *self._last, *pending)
+        pending = dict.fromkeys(other for waits in self._waits.values() for other in waits)
+        self.tasks.before[task] = (*self.tasks.before[task], *self._last.values(), *pending)
         self._wait(task)
 
     def _wait_for_messages(self, way: Direction, position: int) -> None:
@@ -314,9 +331,12 @@ class _StageTasks:
         """Return the parts of a message; the first of its send and receive adds their tasks."""
         key = way, source, target, position
         if key not in self.messages:
-            pairs = self.costs.message_pairs(source, target)
+            pairs = [(i, j) for i, j in self.costs.message_pairs(source, target) if self._has(i, j)]
             self.messages[key] = [_Part(self._message_task(*key, pair), *pair) for pair in pairs]
         return self.messages[key]
+
+    def _has(self, shard: int, other: int) -> bool:
+        return not self.has_lanes or (shard in self.shards and other in self.shards)
 
     def _message_task(
         self, way: Direction, source: int, target: int, position: int, pair: tuple[int, int]

@@ -64,13 +64,13 @@ class ShardSplit:
 
     def overlaps(self, stage: int, other: int) -> tuple[tuple[int, int], ...]:
         """Return the pairs (shard of ``stage``, shard of ``other``) that own rows in common."""
-        mine, theirs = (list(pairwise(self.bounds[s])) for s in (stage, other))
-        return tuple(
-            (i, j)
-            for i, (start, stop) in enumerate(mine)
-            for j, (first, last) in enumerate(theirs)
-            if max(start, first) < min(stop, last)
-        )
+        mine, theirs = self.bounds[stage], self.bounds[other]
+        found, i, j = [], 0, 0
+        while i < len(mine) - 1 and j < len(theirs) - 1:
+            found.append((i, j))
+            end = min(mine[i + 1], theirs[j + 1])
+            i, j = i + (mine[i + 1] == end), j + (theirs[j + 1] == end)
+        return tuple(found)
 
 
 def _nearest(ends: Sequence[float], end: float) -> int:

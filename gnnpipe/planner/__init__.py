@@ -1,5 +1,7 @@
 """Planners: assign ops, ranks and shares of the work to stages."""
 
+from gnnpipe.planner.auto import AutoPlanner, find_plan
+from gnnpipe.planner.candidate import FoundPlan, SearchSpace
 from gnnpipe.planner.planner import (
     PLANNERS,
     GivenPlan,
@@ -14,12 +16,16 @@ from gnnpipe.planner.uniform import UniformPlanner
 
 __all__ = [
     "PLANNERS",
+    "AutoPlanner",
+    "FoundPlan",
     "GivenPlan",
     "GraphCounts",
     "PlanRequest",
     "Planner",
+    "SearchSpace",
     "Shape",
     "UniformPlanner",
     "check_plan",
+    "find_plan",
     "planner_named",
 ]

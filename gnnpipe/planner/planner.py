@@ -6,10 +6,10 @@ partition and no process group exists yet. Adding a planner takes one file that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
@@ -43,6 +43,9 @@ class GraphCounts:
     """Stored numbers of the input features."""
     loss_rows: LossRows = ALL_ROWS
     """Rows that the last aggregation computes in training, as estimated before the partition."""
+    loss_numbers: int = 0
+    """Numbers that the loss keeps until backward."""
+    has_sparse_features: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,23 @@ class PlanRequest:
     model: ModelGraph
     graph: GraphCounts
     shape: Shape
+    is_whole: bool = False
+    """The model runs as it is, on one rank and in one chunk only."""
+    halo: Callable[[int, int], float] = lambda shards, most: 1.0
+    """Returns the rows of other shards that are read for each own row, by the number of shards and
+    the largest number that will be asked for; called on all ranks."""
+    prepared_with: Callable[[Plan], Any] | None = None
+    """Prepares the run with another plan, whose steps can then be measured; on all ranks."""
 
 
 class Planner(Protocol):
     """A planner; an entry of ``PLANNERS``."""
 
-    def num_ranks(self, shape: Shape) -> int:
-        """Return the number of ranks of the plan; called before the graph is read."""
+    def num_ranks(self, shape: Shape) -> int | None:
+        """Return the number of ranks of the plan; called before the graph is read.
+
+        None: as many as there are.
+        """
 
     def plan(self, request: PlanRequest) -> Plan:
         """Return the plan; ``InputError`` if no plan exists for this model and shape."""

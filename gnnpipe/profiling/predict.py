@@ -71,7 +71,7 @@ class Predictor:
         ranks_per_machine = most_ranks_per_machine(mesh)
         sizes = chunk_sizes(prepared) if mesh.rank == 0 else None
         if has_file:
-            profile = _on_rank_0(mesh, lambda: read_profile(config.profile))
+            profile = on_rank_0(mesh, lambda: read_profile(config.profile))
         else:
             with Step("measuring an epoch, to predict its time", config.quiet, mesh.rank == 0):
                 profile = take_short_profile(prepared, mesh, sizes, epochs)
@@ -83,7 +83,7 @@ class Predictor:
                 return None
             return run_costs(prepared, profile, ranks_per_machine, sizes)
 
-        return cls(prepared, mesh, _on_rank_0(mesh, costs), profile)
+        return cls(prepared, mesh, on_rank_0(mesh, costs), profile)
 
     def epoch(self, order: Sequence[int] | None = None) -> Prediction:
         """Predict an epoch with the chunks in ``order`` (default: the order of the last epoch).
@@ -110,7 +110,7 @@ class Predictor:
         return shared if found is None else found
 
 
-def _on_rank_0(world: World, work: Callable[[], T]) -> T | None:
+def on_rank_0(world: World, work: Callable[[], T]) -> T | None:
     """The result of ``work`` on rank 0, None elsewhere; its ``InputError`` on every rank."""
     found, error = None, None
     if world.rank == 0:
@@ -138,7 +138,7 @@ def read_profile(path: str) -> Profile:
 def check_profile_file(config: TrainConfig, world: World) -> None:
     """``InputError`` on every rank if the config's profile cannot be read."""
     if config.predict and config.profile:
-        _on_rank_0(world, lambda: read_profile(config.profile))
+        on_rank_0(world, lambda: read_profile(config.profile))
 
 
 def run_costs(
@@ -175,7 +175,7 @@ def costs_of(
 
     ``InputError`` if the profile was taken with other settings, or lacks an op or a link.
     """
-    _check_profile(config, profile, ranks_at_once, has_forecasts)
+    check_profile(config, profile, ranks_at_once, has_forecasts)
     return ProfiledCosts(
         profile,
         dag,
@@ -188,7 +188,7 @@ def costs_of(
     )
 
 
-def _check_profile(
+def check_profile(
     config: TrainConfig, profile: Profile, ranks_per_machine: int, has_forecasts: bool
 ) -> None:
     """``InputError`` if the profile was taken with other settings than the run's."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +30,7 @@ from gnnpipe.perf import PlanSizes, Profile
 from gnnpipe.perf.fit import Fitted, Sample, fit_costs
 from gnnpipe.perf.hardware import hardware_profile
 from gnnpipe.perf.profile import Affine, ComputeTimes, OpTimes
-from gnnpipe.plan import Placement
+from gnnpipe.plan import Placement, Plan, StagePlan
 from gnnpipe.planner import PLANNERS
 from gnnpipe.profiling.links import BRIEF, THOROUGH, Links, measure_links, most_ranks_per_machine
 from gnnpipe.profiling.steps import (
@@ -55,6 +55,9 @@ CHUNK_COUNTS = (1, 2, 8, 32)
 
 MIN_ROWS = 8
 """Mean rows of a chunk that is measured."""
+
+PLANNING_CHUNKS = 1, 4
+"""Numbers of chunks of a profile for ``--plan auto``."""
 
 SHORT_REPEATS = 6
 """Epochs of a short profile, after the warm-up."""
@@ -174,6 +177,34 @@ def take_short_profile(
     compute = _fitted_times(fit_costs(samples), ranks_at_once, boundary_per_number_s=0.0)
     note = "short, before the run"
     return _profile(prepared.config, mesh, platform.node(), note, [compute], links)
+
+
+def take_planning_profile(
+    config: TrainConfig,
+    world: World,
+    num_vertices: int,
+    num_ops: int,
+    prepared_with: Callable[[Plan], Prepared],
+) -> Profile:
+    """Measure the model briefly in one stage, in one chunk and in several; the same on every rank.
+
+    ``prepared_with``: prepares the run with another plan; called on every rank. The profile serves
+    every number of stages, shards and chunks.
+    """
+    mesh = Mesh.of(world, Placement.grid(1, world.world_size))
+    has_cores = crowding(torch.get_num_threads(), mesh.gather) <= 1
+    samples: list[Sample] = []
+    for chunks in PLANNING_CHUNKS if num_vertices >= MIN_ROWS * max(PLANNING_CHUNKS) else (1,):
+        plan = Plan((StagePlan.even(tuple(range(num_ops)), (0,)),), chunks, "fill-drain")
+        prepared = _without_precomputed(prepared_with(plan))
+        samples += measure_steps(prepared, mesh.device, has_cores, is_brief=True)
+    ranks_at_once = most_ranks_per_machine(mesh)
+    boundary_s = boundary_time_per_number_s(mesh.device) if world.world_size > 1 else 0.0
+    links = measure_links(mesh, BRIEF, list(pairwise(range(mesh.world_size))), False)
+    of_all_ranks = [sample for some in mesh.gather(samples) for sample in some]
+    compute = _fitted_times(fit_costs(of_all_ranks), ranks_at_once, mesh.share(boundary_s))
+    note = "short, for the plan"
+    return _profile(config, mesh, platform.node(), note, [compute], links)
 
 
 def _profile(

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from torch import nn
 
@@ -32,7 +32,7 @@ from gnnpipe.perf.what_if import (
 )
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.plan.plan import shards_text
-from gnnpipe.planner import PLANNERS
+from gnnpipe.planner import PLANNERS, find_plan
 from gnnpipe.profiling.predict import costs_of, read_profile
 from gnnpipe.profiling.scenario import (
     GraphShape,
@@ -41,6 +41,15 @@ from gnnpipe.profiling.scenario import (
     nearest_that_fits,
     scenario_of,
     scenario_of_shape,
+)
+from gnnpipe.profiling.search import (
+    AUTO,
+    Hardware,
+    OfflinePlanner,
+    hardware_of,
+    scenario_of_found,
+    search_space,
+    workload_of_shape,
 )
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.prepare import prepare, ranks_of, shape_text
@@ -82,6 +91,8 @@ class Simulation:
     """Seconds of the epoch by change."""
     sensitivity: dict[str, float]
     """Relative change of the epoch by the tasks that take a tenth less time."""
+    search: list[str] = field(default_factory=list)
+    """Lines about the search of ``--plan auto``."""
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -93,6 +104,7 @@ class Simulation:
     def lines(self) -> Iterator[str]:
         """The result as text for a person."""
         epoch_s, shards = self.predicted_epoch_time_s, shards_text(self.shards_by_stage)
+        yield from self.search
         yield (
             f"shape: {self.stages} x {shards} x {self.chunks} (stages x shards x chunks) on "
             f"{_ranks(len(self.memory_bytes))}, schedule {self.schedule}"
@@ -150,6 +162,7 @@ def simulate(
     hardware: str | None = None,
     shape: GraphShape | None = None,
     cluster: Cluster | None = None,
+    devices: int | None = None,
 ) -> Simulation:
     """Predicts the epoch time of a configuration on any devices, in one process.
 
@@ -169,11 +182,37 @@ def simulate(
         shape: Numbers of a graph that is not here, in place of ``graph`` and ``config.dataset``.
         cluster: Speed and memory of every device, and the links; ``None``: every rank is the device
             of the profile.
+        devices: Number of devices for ``plan="auto"`` without a cluster.
 
     Raises:
         InputError: An argument is wrong, or the plan does not fit the cluster; the message names
             the nearest shape that does.
     """
+    _check_arguments(config, graph, profile, hardware, shape, devices)
+    if profile is None and hardware is None:
+        profile = read_profile(config.profile)
+    if config.plan == AUTO:
+        known = hardware_of(config, hardware, cluster, devices, profile)
+        return _simulate_found(config, known, graph, model, shape)
+
+    def scenario_with(one: TrainConfig) -> Scenario:
+        given = detached_copy(model)
+        if shape is not None:
+            return scenario_of_shape(one, shape, model_on_shape(one, shape, given))
+        return scenario_of(prepare(one, World.alone(), graph, given))
+
+    return _simulate(config, scenario_with, profile, hardware, cluster, ranks_of(config))
+
+
+def _check_arguments(
+    config: TrainConfig,
+    graph: Graph | None,
+    profile: Profile | None,
+    hardware: str | None,
+    shape: GraphShape | None,
+    devices: int | None,
+) -> None:
+    """``InputError`` for arguments of ``simulate`` that contradict each other."""
     if (hardware is None) == (profile is None and config.profile == ""):
         raise InputError(
             "simulate: give either --profile FILE (of `gnnpipe profile --save`) or --hardware "
@@ -187,16 +226,37 @@ def simulate(
             f"--label-inputs {config.label_inputs:g}: with --shape the labels are features; leave "
             f"it out, and give features={shape.features + shape.classes}"
         )
-    if profile is None and hardware is None:
-        profile = read_profile(config.profile)
+    if devices is not None and config.plan != AUTO:
+        raise InputError(f"--devices {devices}: only used by --plan auto; leave it out")
 
-    def scenario_with(one: TrainConfig) -> Scenario:
-        given = detached_copy(model)
-        if shape is not None:
-            return scenario_of_shape(one, shape, model_on_shape(one, shape, given))
-        return scenario_of(prepare(one, World.alone(), graph, given))
 
-    return _simulate(config, scenario_with, profile, hardware, cluster)
+def _simulate_found(
+    config: TrainConfig,
+    hardware: Hardware,
+    graph: Graph | None,
+    model: nn.Module | None,
+    shape: GraphShape | None,
+) -> Simulation:
+    """Searches a plan and simulates it."""
+    given = detached_copy(model)
+    if shape is not None:
+        described = model_on_shape(config, shape, given)
+        work = workload_of_shape(config, shape, described, hardware)
+        found = find_plan(search_space(config, work, hardware))
+        scenario = scenario_of_found(config, found, shape)
+    else:
+        planner = OfflinePlanner(config, hardware)
+        scenario = scenario_of(prepare(config, World.alone(), graph, given, planner))
+        found = planner.found[-1]
+    simulated = _simulate(
+        config,
+        lambda _: scenario,
+        hardware.profile,
+        hardware.sheets,
+        found.best.form.workload.cluster,
+        found.plan.num_ranks,
+    )
+    return replace(simulated, search=list(found.lines()))
 
 
 def _simulate(
@@ -205,9 +265,9 @@ def _simulate(
     profile: Profile | None,
     hardware: str | None,
     cluster: Cluster | None,
+    ranks: int,
 ) -> Simulation:
     """Simulates the scenario of a config by its profile, else by the data sheets ``hardware``."""
-    ranks = ranks_of(config)
     if cluster is not None and ranks > len(cluster.devices):
         raise InputError(
             f"{shape_text(config)}: needs {ranks} devices, and the cluster has "

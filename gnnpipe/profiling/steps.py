@@ -45,6 +45,9 @@ WARM_UP, REPEATS, MAX_REPEATS = 2, 5, 40
 MIN_TIME_S = 2.0
 """Epochs beyond ``REPEATS`` are run until then: disturbances of a shared machine last seconds."""
 
+BRIEF = 1, 2, 0.0
+"""Warm-up, epochs and seconds of a brief measurement."""
+
 BEGIN, UPDATE = "begin", "update"
 """Start of an epoch (tables cleared, masks drawn), and the optimizer's step. The other parts of a
 sample are (kind of op, part)."""
@@ -62,14 +65,18 @@ _PARTS = {
 """Parts of the program by kind of action."""
 
 
-def measure_steps(prepared: Prepared, device: torch.device, has_cores: bool = True) -> list[Sample]:
+def measure_steps(
+    prepared: Prepared, device: torch.device, has_cores: bool = True, is_brief: bool = False
+) -> list[Sample]:
     """Samples of every step of every chunk for ``fit_costs``; needs S = G = 1.
 
     The model is measured as one stage, and cut wherever possible: in a single stage, what an op
     does before its push lies in one step with what its predecessor does after its aggregation.
-    ``has_cores``: no other rank shares this rank's cores.
+    ``has_cores``: no other rank shares this rank's cores. ``is_brief``: few epochs, for a
+    comparison of plans.
     """
     samples = []
+    warm_up, repeats, min_time_s = BRIEF if is_brief else (WARM_UP, REPEATS, MIN_TIME_S)
     for cuts in dict.fromkeys([(), prepared.model_graph.cuts]):
         cut = _with_cuts(prepared, cuts)
         stages, sizes = cut.plan.num_stages, chunk_sizes(cut)
@@ -78,12 +85,12 @@ def measure_steps(prepared: Prepared, device: torch.device, has_cores: bool = Tr
         epochs: list[Mapping[StepKey, float]] = []
         with measured_epochs(cut, meshes, has_cores) as run_epoch:
             start_s = time.perf_counter()
-            for repeat in range(WARM_UP + MAX_REPEATS):
-                is_enough = repeat >= WARM_UP + REPEATS
-                if is_enough and time.perf_counter() - start_s > MIN_TIME_S:
+            for repeat in range(warm_up + MAX_REPEATS):
+                is_enough = repeat >= warm_up + repeats
+                if is_enough and time.perf_counter() - start_s > min_time_s:
                     break
                 epochs.append(run_epoch())
-        for key, time_s in typical_epoch(epochs[WARM_UP:]).items():
+        for key, time_s in typical_epoch(epochs[warm_up:]).items():
             # Few large chunks and many small ones count alike. BEGIN takes next to no time without
             # dropout, so its absolute error counts.
             weight = cut.plan.chunks**-0.5 * (time_s if key[0] == BEGIN else 1.0)

@@ -11,6 +11,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import MemoryEstimate
 from gnnpipe.plan import Plan
 from gnnpipe.planner import GivenPlan
+from gnnpipe.profiling.search import AUTO, Hardware, OfflinePlanner
 from gnnpipe.run.summary import info_lines
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.memory_estimate import memory_by_rank
@@ -38,14 +39,23 @@ def info(
     model: nn.Module | None = None,
     plan: Plan | None = None,
     loss_fn: LossFn | None = None,
+    hardware: Hardware | None = None,
 ) -> Info:
     """Plan and partition for any number of ranks in one process, without training.
 
-    The arguments are those of ``Trainer``, and so are the errors.
+    The arguments are those of ``Trainer``, and so are the errors. ``hardware``: the devices for
+    ``plan="auto"``.
     """
     world = World.alone()
-    prepared = prepare(config, world, graph, model, GivenPlan(plan) if plan else None, loss_fn)
+    search = None
+    if config.plan == AUTO and plan is None:
+        search = OfflinePlanner(config, hardware or Hardware(devices=1))
+    planner = GivenPlan(plan) if plan else search
+    prepared = prepare(config, world, graph, model, planner, loss_fn)
     warn_of_stale_rows(prepared, world)
     memory = memory_by_rank(prepared)
-    text = "\n".join(info_lines(prepared, memory))
+    lines = info_lines(prepared, memory)
+    if search is not None:
+        lines = [*search.found[-1].lines(), *lines]
+    text = "\n".join(lines)
     return Info(memory, prepared.volume.total, text)

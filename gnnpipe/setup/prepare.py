@@ -7,7 +7,8 @@ Allocates only the graph and the model. ``gnnpipe info`` stops here; a run goes 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from gnnpipe.data.load import configured_graph
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import Chunking, ShardShares, make_chunking, renumber
 from gnnpipe.graph.graph import Graph, bare
+from gnnpipe.graph.halo import halo_at, halo_by_shards
 from gnnpipe.graph.operators import SUM
 from gnnpipe.graph.order import pays_back
 from gnnpipe.graph.pairs import PAIRS
@@ -32,7 +34,7 @@ from gnnpipe.ops.spmm import kernel_named
 from gnnpipe.optim.optimizers import OptimizerChoice
 from gnnpipe.output import Step, report_progress, warn
 from gnnpipe.perf import CommVolume, closed_form_volume
-from gnnpipe.plan import ModelGraph, Plan, StageDag, gradient_buckets
+from gnnpipe.plan import ModelGraph, Plan, StageDag, StagePlan, gradient_buckets
 from gnnpipe.planner import (
     PLANNERS,
     GivenPlan,
@@ -42,6 +44,7 @@ from gnnpipe.planner import (
     Shape,
     planner_named,
 )
+from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.schedule import EXACT_SCHEDULE, CheckedProgram, training_program, with_forecast
 from gnnpipe.setup.chunk_sizes import feature_entries
@@ -62,7 +65,7 @@ from gnnpipe.setup.label_inputs import with_label_inputs
 from gnnpipe.setup.loss_rows import find_loss_rows
 from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepared import Prepared
-from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric
+from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric, kept_by_loss
 
 _READ_BYTES_PER_S = 5e7
 """Typical speed of reading and cleaning: 30 MB/s of a compressed file, 200 MB/s of features."""
@@ -103,7 +106,33 @@ def prepare(
     model_graph = described.with_changing_features() if config.label_inputs else described
     if loss_fn is not None:
         check_loss(loss_fn, graph, described.output_width, dtype)
-    plan = _plan(config, planner, model_graph, graph, chosen)
+    inputs = _Inputs(
+        config, world, graph, given, digest, chosen, metric, model_graph, loss_fn, optimizer
+    )
+    return _prepared(inputs, _plan(inputs, planner), refill_epochs)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Everything about a run but its plan."""
+
+    config: TrainConfig
+    world: World
+    graph: Graph
+    given: Graph
+    """The graph without the work on edges that the model does."""
+    digest: str
+    model: Model
+    metric: str
+    model_graph: ModelGraph
+    loss_fn: LossFn | None
+    optimizer: OptimizerChoice | None
+
+
+def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
+    """Returns the run with this plan, partitioned."""
+    config, graph, model_graph = inputs.config, inputs.graph, inputs.model_graph
+    world, chosen = inputs.world, inputs.model
     dag = StageDag.of(plan, model_graph)
     usual, exact_program = training_programs(config, model_graph, dag)
     chunking = _partition(config, plan, graph, world, _order(config, plan, model_graph, chosen))
@@ -114,11 +143,11 @@ def prepare(
     return Prepared(
         config=config,
         graph=graph,
-        digest=digest,
+        digest=inputs.digest,
         model=chosen,
-        metric=metric,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
+        metric=inputs.metric,
+        loss_fn=inputs.loss_fn,
+        optimizer=inputs.optimizer,
         model_graph=model_graph,
         dag=dag,
         chunking=chunking,
@@ -129,7 +158,7 @@ def prepare(
         volume=_epoch_bytes(config, dag, model_graph, graph, qualities, probes),
         chunk_edges=None if program.is_exact else chunk_edges(graph, chunking),
         refill_epochs=refill_epochs,
-        given_edges=bare(given) if edges_are_random(chosen) else None,
+        given_edges=bare(inputs.given) if edges_are_random(chosen) else None,
     )
 
 
@@ -141,7 +170,8 @@ def shape_of(config: TrainConfig) -> Shape:
 
 def ranks_of(config: TrainConfig, planner: Planner | None = None) -> int:
     """Returns the number of ranks of the plan, known before the graph is read."""
-    return (planner or planner_named(config.plan)).num_ranks(shape_of(config))
+    found = (planner or planner_named(config.plan)).num_ranks(shape_of(config))
+    return launched_world_size() if found is None else found
 
 
 def shape_text(config: TrainConfig) -> str:
@@ -254,19 +284,54 @@ def _graph_counts(model: ModelGraph, graph: Graph) -> GraphCounts:
         num_edges,
         {t: int(feature_entries(graph, t).sum()) for t in graph.vertex_counts},
         find_loss_rows(model, graph, graph.train_mask, range(model.num_ops)),
+        int(graph.train_mask.sum()) * kept_by_loss(graph, model.output_width),
+        any(sp.issparse(graph.features(t)) for t in _featured_types(graph)),
     )
 
 
-def _plan(
-    config: TrainConfig, planner: Planner, model_graph: ModelGraph, graph: Graph, model: Model
-) -> Plan:
+def _featured_types(graph: Graph) -> list[str]:
+    return list(graph.row_types if graph.types is None else graph.types.features)
+
+
+def _plan(inputs: _Inputs, planner: Planner) -> Plan:
     """Returns the planner's plan; ``InputError`` for chunks of a model that runs as it is."""
-    counts = _graph_counts(model_graph, graph)
-    plan = planner.plan(PlanRequest(model_graph, counts, shape_of(config)))
-    reason = reason_not_recorded(model)
+    config, reason = inputs.config, reason_not_recorded(inputs.model)
+
+    def measurable(plan: Plan) -> Prepared:
+        # Chunks of any partition take about as long.
+        return _prepared(replace(inputs, config=replace(config, partitioner="range")), plan)
+
+    plan = planner.plan(
+        PlanRequest(
+            inputs.model_graph,
+            _graph_counts(inputs.model_graph, inputs.graph),
+            shape_of(config),
+            reason != "",
+            _HaloCounts(inputs).at,
+            measurable,
+        )
+    )
     if reason and plan.chunks > 1:
         raise InputError(reason)
     return plan
+
+
+@dataclass
+class _HaloCounts:
+    """Counts the rows that shards read from one another, once."""
+
+    inputs: _Inputs
+    found: Mapping[int, float] | None = None
+
+    def at(self, shards: int, most: int) -> float:
+        """Returns M / N for a number of shards; the graph is cut into the most shards."""
+        if self.found is None:
+            graph, config, world = self.inputs.graph, self.inputs.config, self.inputs.world
+            plan = Plan((StagePlan.even((0,), tuple(range(most))),), 1, "fill-drain")
+            chunking = _partition(config, plan, graph, world, "given")
+            part = chunking.shard_of_row()[chunking.inverse]
+            self.found = halo_by_shards(graph, part)
+        return halo_at(self.found, shards)
 
 
 def _order(config: TrainConfig, plan: Plan, model_graph: ModelGraph, model: Model) -> str:

@@ -31,9 +31,10 @@ from gnnpipe.optim.optimizers import OptimizerChoice, check_optimizer
 from gnnpipe.output import say, warn
 from gnnpipe.perf import Trace, write_trace
 from gnnpipe.plan import Plan
-from gnnpipe.planner import GivenPlan
+from gnnpipe.planner import GivenPlan, Planner
 from gnnpipe.profiling.links import receive_bandwidth
 from gnnpipe.profiling.predict import Predictor, check_profile_file
+from gnnpipe.profiling.search import AUTO, run_planner
 from gnnpipe.run.folder import RunFolder, claim_folder, reclaim_folder
 from gnnpipe.run.predictions import Part, check_new_file, write_predictions
 from gnnpipe.run.progress import Progress
@@ -130,7 +131,7 @@ class Trainer:
         check_scheduler(config, scheduler)
         self.config = config
         self._graph, self._model = given, model
-        self._planner = None if plan is None else GivenPlan(plan)
+        self._planner: Planner | None = None if plan is None else GivenPlan(plan)
         self._world, self._loss_fn = world, loss_fn
         self._optimizer, self._scheduler = optimizer, scheduler
         self._callbacks = Callbacks(with_loggers(config, callbacks))
@@ -221,6 +222,8 @@ class Trainer:
     def _setup(self, start: Start | None = None) -> tuple[Mesh, Prepared]:
         """Reads, plans and partitions, once."""
         world = self._join()
+        if self._planner is None and self.config.plan == AUTO:
+            self._planner = run_planner(self.config, world, None if start is None else self._resume)
         if self._prepared is None:
             with _without_autocast(world):
                 self._prepared = prepare(

@@ -1,0 +1,208 @@
+"""``--plan auto``: searches the shape of a run, by a closed form first and by simulation at last.
+
+Candidates are all numbers of devices W = S x G, numbers of chunks K in powers of two, exact and
+stale schedules, orders of unequal devices along the stages and shares of their rows. Stages are
+cut by the times of the ops on the devices of each stage. The closed form ranks all candidates; the
+best ``SIMULATED`` that fit into memory are simulated, and the fastest one is the plan.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from gnnpipe.errors import InputError
+from gnnpipe.perf.closed_form import ClosedForm
+from gnnpipe.perf.memory import human_bytes
+from gnnpipe.plan import Plan, ShardSplit, StageDag, StagePlan
+from gnnpipe.planner.candidate import MAX_CHUNKS, Candidate, FoundPlan, SearchSpace
+from gnnpipe.planner.chain import cut_chain
+from gnnpipe.planner.devices import Slot, arrangements, by_machine, stage_counts
+from gnnpipe.planner.planner import PLANNERS, PlanRequest, Shape
+from gnnpipe.schedule import EXACT_SCHEDULE
+
+SIMULATED = 3
+"""Candidates that are simulated at most."""
+
+MARGIN = 1.1
+"""The third is simulated only if its closed form is less than this factor over the best time."""
+
+EXACT_AFTER_JUMPS = 0.05
+"""Assumed share of epochs that are exact because gradients jumped: 11 of 200 in docs/adr/0019."""
+
+
+def find_plan(space: SearchSpace) -> FoundPlan:
+    """Return the fastest plan that fits; ``InputError`` if none does."""
+    start_s = time.process_time()
+    shapes = sorted(_shapes(space), key=lambda shape: shape.least_s)
+    # The fastest plan of each shape that fits, the fastest shape first.
+    fitting: dict[tuple[object, ...], Candidate] = {}
+    refused: list[Candidate] = []
+    limit_s = math.inf
+    for shape in shapes:
+        if shape.least_s >= limit_s:
+            break
+        candidate = shape.planned()
+        if candidate.closed_form_s >= limit_s:
+            continue
+        if candidate.excess(space.device_bytes) > 1:
+            refused.append(candidate)
+            continue
+        known = fitting.get(candidate.shape, candidate)
+        fitting[candidate.shape] = min(known, candidate, key=lambda c: c.closed_form_s)
+        if len(fitting) >= SIMULATED:
+            limit_s = sorted(c.closed_form_s for c in fitting.values())[SIMULATED - 1]
+    if not fitting:
+        raise _nothing_fits(space, refused)
+    best: list[Candidate] = []
+    for candidate in sorted(fitting.values(), key=lambda c: c.closed_form_s)[:SIMULATED]:
+        if len(best) < 2 or candidate.closed_form_s < MARGIN * best[0].simulated_s:
+            best = sorted([*best, candidate], key=lambda c: c.simulated_s)
+    return FoundPlan(
+        best[0],
+        best[1] if len(best) > 1 else None,
+        len(shapes),
+        len(refused),
+        space,
+        time.process_time() - start_s,
+    )
+
+
+def every_candidate(space: SearchSpace) -> Iterator[Candidate]:
+    """Yield all candidates of the search, for comparison with its result."""
+    return (shape.planned() for shape in _shapes(space))
+
+
+def _nothing_fits(space: SearchSpace, refused: Sequence[Candidate]) -> InputError:
+    if not refused:
+        return InputError(
+            f"--plan auto: no plan uses all {space.num_devices} ranks with at least one vertex "
+            "in every chunk; start fewer ranks"
+        )
+    nearest = min(refused, key=lambda c: c.excess(space.device_bytes))
+    needs = [
+        (size / space.device_bytes[device], rank, size, space.device_bytes[device])
+        for rank, (size, device) in enumerate(
+            zip(nearest.memory_bytes, nearest.devices, strict=True)
+        )
+    ]
+    _, rank, size, limit = max(needs)
+    hint = "a smaller --hidden" if space.workload.memory.recompute else "--recompute"
+    return InputError(
+        f"--plan auto: no plan fits into memory; the nearest, {nearest.name}, needs "
+        f"{human_bytes(size)} (estimated) on rank {rank}, whose device has {human_bytes(limit)}; "
+        f"try {hint} or more devices"
+    )
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A candidate before its ops are assigned to stages."""
+
+    space: SearchSpace
+    devices: tuple[int, ...]
+    slots: tuple[Slot, ...]
+    form: ClosedForm
+    exact_form: ClosedForm
+
+    @cached_property
+    def least_s(self) -> float:
+        """Lower bound of the time of an epoch: stages in perfect balance and free messages."""
+        form, stages = self.form, len(self.slots)
+        groups = {form.group(part) for part in self.stages}
+        passed_s = min(float(sum(prefix[-1] for prefix in form.prefixes(g))) for g in groups)
+        if form.is_exact:
+            return passed_s * form.chunks
+        return (1 - self.space.exact_share) * passed_s * (1 + (form.chunks - 1) / stages)
+
+    @cached_property
+    def stages(self) -> list[StagePlan]:
+        """The stages, without their ops."""
+        return [StagePlan((0,), *slot) for slot in self.slots]
+
+    def planned(self) -> Candidate:
+        """Return the candidate whose stages are runs of consecutive ops.
+
+        Partitions of branched models into a DAG of stages belong here: any list of convex sets of
+        ops can be priced by ``form``, in place of the runs.
+        """
+        form, work = self.form, self.form.workload
+        sums = {group: np.add(*form.prefixes(group)) for group in map(form.group, self.stages)}
+        prefixes = [sums[form.group(part)] for part in self.stages]
+        hops = [0.0] * len(work.cuts)
+        if len(prefixes) > 1:
+            fewest = min(stage.shards for stage in self.stages)
+            hops = [2 * form.message_s(work.crossing[cut], fewest) for cut in work.cuts]
+        runs = cut_chain(prefixes, work.cuts, hops, 1 if form.is_exact else form.chunks)
+        stages = (
+            replace(part, ops=tuple(range(*run)))
+            for run, part in zip(runs, self.stages, strict=True)
+        )
+        is_layered = form.is_exact and form.chunks > 1
+        schedule = EXACT_SCHEDULE if is_layered else "fill-drain"
+        plan = Plan(tuple(stages), form.chunks, schedule)
+        dag, share = StageDag.of(plan, work.model), self.space.exact_share
+        return Candidate(plan, self.devices, form, self.exact_form, dag, share)
+
+
+def _shapes(space: SearchSpace) -> Iterator[_Shape]:
+    """Yield all candidates, without regard to memory."""
+    for chosen in _device_sets(space):
+        workload = space.workload.with_devices(chosen)
+        counts = _chunk_counts(space)
+        forms = {count: ClosedForm(workload, *count) for count in counts}
+        rows = min(workload.num_vertices.values())
+        for stages in stage_counts(len(chosen), len(chosen) == space.num_devices):
+            if stages > len(workload.cuts) + 1:
+                continue
+            for slots in arrangements(workload.cluster, len(chosen), stages):
+                parts = ShardSplit.of([shares for _, shares in slots]).num_parts
+                for form in forms.values():
+                    if parts * form.chunks <= rows:
+                        exact_form = forms[form.chunks, True]
+                        yield _Shape(space, chosen, slots, form, exact_form)
+
+
+def _chunk_counts(space: SearchSpace) -> list[tuple[int, bool]]:
+    """Return pairs of K and whether the schedule is exact."""
+    found = [(1, True)]
+    powers = [1 << i for i in range(1, MAX_CHUNKS.bit_length())]
+    for chunks in powers:
+        # Also for the exact epochs of stale plans.
+        if chunks <= space.max_chunks:
+            found.append((chunks, True))
+        if chunks <= min(space.max_chunks, space.max_stale_chunks):
+            found.append((chunks, False))
+    return found
+
+
+def _device_sets(space: SearchSpace) -> Iterator[tuple[int, ...]]:
+    """Yield sets of devices, ascending: all, and powers of two of the fastest ones."""
+    count, cluster = space.num_devices, space.workload.cluster
+    order = range(count) if cluster is None else by_machine(cluster)
+    counts = {count} if space.uses_all else {count, *(1 << i for i in range(count.bit_length()))}
+    for size in sorted(size for size in counts if size <= count):
+        yield tuple(sorted(order[:size]))
+
+
+class AutoPlanner:
+    """The registered name; the commands search with the devices and costs that they know."""
+
+    def num_ranks(self, shape: Shape) -> None:
+        """Return None: the plan uses the ranks that are there."""
+        del shape
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Raise ``InputError``: a request has no devices and no costs."""
+        raise InputError(
+            f"--plan auto: {request.model.name}: this command does not search; take the plan.json "
+            "of `gnnpipe train --plan auto`, and give --plan FILE"
+        )
+
+
+PLANNERS.add("auto", AutoPlanner())

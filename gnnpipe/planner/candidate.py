@@ -1,0 +1,225 @@
+"""A plan with its costs, and the result of a search among many, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from gnnpipe.perf.closed_form import ClosedForm
+from gnnpipe.perf.memory import human_bytes
+from gnnpipe.perf.profiled_costs import ProfiledCosts
+from gnnpipe.perf.simulate import Timeline, simulate
+from gnnpipe.perf.unroll import program_tasks
+from gnnpipe.perf.what_if import critical_shares, task_group, task_place
+from gnnpipe.perf.workload import Workload, alike_shards
+from gnnpipe.plan import Plan, StageDag, StagePlan, gradient_buckets
+from gnnpipe.schedule import CheckedProgram, training_program, with_forecast
+
+LINK_FACTORS = (2.0, 0.5, 4.0, 0.25, 10.0, 0.1)
+"""Changes of the links under which the runner-up is tried, the smallest first."""
+
+MAX_CHUNKS = 32
+"""Largest K; with more stale chunks the accuracy has not been validated (docs/benchmarks)."""
+
+SHOWN_RANKS = 8
+"""With more ranks, lines for single ranks are left out."""
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The devices and limits that a plan is searched for."""
+
+    workload: Workload
+    num_devices: int
+    uses_all: bool = False
+    """Every device must get work, as each rank of a torchrun."""
+    device_bytes: Sequence[int] = ()
+    """Memory of every device; empty: no limit."""
+    max_stale_chunks: int = 1
+    """Largest K of a schedule with stale rows; 1: exact schedules only."""
+    max_chunks: int = MAX_CHUNKS
+    """Largest K of any schedule; 1 for a model that cannot be divided."""
+    exact_share: float = 0.0
+    """Share of the epochs of a stale plan that are exact."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with its costs."""
+
+    plan: Plan
+    devices: tuple[int, ...]
+    """The device of every rank."""
+    form: ClosedForm
+    exact_form: ClosedForm
+    dag: StageDag
+    exact_share: float
+
+    @property
+    def shape(self) -> tuple[int, str, int, str]:
+        """S, G, K and the schedule."""
+        plan = self.plan
+        return plan.num_stages, plan.shards_text, plan.chunks, plan.schedule
+
+    @property
+    def name(self) -> str:
+        """The shape as text."""
+        stages, shards, chunks, schedule = self.shape
+        return f"{stages} x {shards} x {chunks} ({schedule})"
+
+    @cached_property
+    def closed_form_s(self) -> float:
+        """Mean time of an epoch of the whole run by the closed form."""
+        return self._mean_s(self.form.time_s(self.dag))
+
+    def _mean_s(self, usual_s: float) -> float:
+        if self.form.is_exact or not self.exact_share:
+            return usual_s
+        share = self.exact_share
+        return (1 - share) * usual_s + share * self.exact_form.time_s(self.dag)
+
+    @cached_property
+    def program(self) -> CheckedProgram:
+        """The program of a usual epoch, with the forecast of stale rows."""
+        work = self.form.workload
+        buckets = gradient_buckets(work.model, self.plan, work.memory.number_bytes)
+        program = training_program(self.dag, buckets)
+        return with_forecast(self.dag, program) if work.probes else program
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated epoch; alike shards are simulated once."""
+        work, form = self.form.workload, self.form
+        costs = ProfiledCosts(
+            work.profile,
+            self.dag,
+            work.model,
+            work.plan_sizes(self.plan, form.is_exact),
+            number_bytes=work.memory.number_bytes,
+            row_bytes=work.memory.row_bytes,
+            ranks_at_once=work.ranks_at_once,
+            cluster=work.cluster,
+        )
+        lanes = alike_shards(self.dag, work.cluster)
+        return simulate(program_tasks(self.program, costs, lanes=lanes))
+
+    @cached_property
+    def simulated_s(self) -> float:
+        """Mean time of an epoch of the whole run by simulation."""
+        return self._mean_s(self.timeline.makespan_s)
+
+    @cached_property
+    def memory_bytes(self) -> list[int]:
+        """Estimate of every rank."""
+        found = [0] * self.plan.num_ranks
+        for stage in self.plan.stages:
+            for rank, share in zip(stage.ranks, stage.shares, strict=True):
+                shards = len(stage.ranks)
+                found[rank] = self.form.shard_memory_bytes(stage.ops, shards, share)
+        return found
+
+    def excess(self, device_bytes: Sequence[int]) -> float:
+        """Return the largest quotient of a rank's memory and its device's; 0 without limits."""
+        if not device_bytes:
+            return 0.0
+        pairs = zip(self.memory_bytes, self.devices, strict=True)
+        return max(size / device_bytes[device] for size, device in pairs)
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """Result of the search; ``lines`` explain it."""
+
+    best: Candidate
+    runner_up: Candidate | None
+    num_candidates: int
+    num_refused: int
+    """Faster candidates that do not fit into memory."""
+    space: SearchSpace
+    cost_s: float
+    """Processor time of the search."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.best.plan
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device of the cluster for every rank of the plan."""
+        return self.best.devices
+
+    def lines(self) -> Iterator[str]:
+        """The plan, the reasons for it, and what it needs."""
+        best, plan = self.best, self.plan
+        unit = best.form.model.unit
+        runs = [_stage_text(stage) for stage in plan.stages]
+        shown = "; ".join(runs if len(runs) <= SHOWN_RANKS else [*runs[:3], "...", runs[-1]])
+        yield (
+            f"plan: {best.name} stages x shards x chunks on {plan.num_ranks} of "
+            f"{self.space.num_devices} devices; {unit}s by stage: {shown}"
+        )
+        if any(len(set(stage.shares)) > 1 for stage in plan.stages):
+            yield f"shares of the rows: {_shares_text(plan)}"
+        usual_s, mean_s = best.timeline.makespan_s, best.simulated_s
+        exact = "" if usual_s == mean_s else f", {mean_s:.4g} s on average with its exact epochs"
+        yield f"predicted: {usual_s:.4g} s an epoch{exact}"
+        name = task_place if plan.num_ranks <= SHOWN_RANKS else task_group
+        path = list(critical_shares(best.timeline, name).items())[:4]
+        yield "why: critical path " + ", ".join(f"{share:.0%} {place}" for place, share in path)
+        if self.runner_up is not None:
+            slower = self.runner_up.simulated_s / best.simulated_s - 1
+            yield (
+                f"runner-up: {self.runner_up.name}, {self.runner_up.simulated_s:.4g} s "
+                f"({slower:+.1%}); {what_would_win(best, self.runner_up)}"
+            )
+        yield from self._memory_lines()
+        yield (
+            f"search: {self.num_candidates} candidates, {self.cost_s:.2g} s of processor; "
+            f"{self.num_refused} faster by the closed form did not fit into memory"
+        )
+
+    def _memory_lines(self) -> Iterator[str]:
+        sizes, limits = self.best.memory_bytes, self.space.device_bytes
+        ranks: Iterable[int] = range(len(sizes))
+        if len(sizes) > SHOWN_RANKS:
+            ranks = [max(ranks, key=sizes.__getitem__)]
+            yield f"memory: the rank that takes most is rank {max(ranks)}"
+        for rank in ranks:
+            of = f" of {human_bytes(limits[self.devices[rank]])}" if limits else ""
+            yield f"memory of rank {rank}: {human_bytes(sizes[rank])}{of}"
+
+
+def _shares_text(plan: Plan) -> str:
+    """Return the shares of the first ranks of each stage, for up to so many stages."""
+    stages = plan.stages[:SHOWN_RANKS]
+    return "; ".join(", ".join(f"{s:.2g}" for s in stage.shares[:SHOWN_RANKS]) for stage in stages)
+
+
+def _stage_text(stage: StagePlan) -> str:
+    """Return the ops and ranks of a stage."""
+    ops = f"{min(stage.ops)}-{max(stage.ops)}" if len(stage.ops) > 1 else str(stage.ops[0])
+    ranks = ", ".join(map(str, stage.ranks[:SHOWN_RANKS]))
+    if len(stage.ranks) > 2 and stage.ranks == tuple(range(stage.ranks[0], stage.ranks[-1] + 1)):
+        ranks = f"{stage.ranks[0]}-{stage.ranks[-1]}"
+    return f"{ops} on rank{'s' * (len(stage.ranks) > 1)} {ranks}"
+
+
+def what_would_win(best: Candidate, other: Candidate) -> str:
+    """Return the smallest change of the links that makes the other candidate faster."""
+    for factor in LINK_FACTORS:
+        times = [
+            replace(
+                c, form=_with_links(c.form, factor), exact_form=_with_links(c.exact_form, factor)
+            )
+            for c in (best, other)
+        ]
+        if times[1].closed_form_s < times[0].closed_form_s:
+            words = f"{factor:g} times as fast" if factor > 1 else f"{1 / factor:g} times as slow"
+            return f"it wins with links {words}"
+    return "links 10 times as fast or slow do not make it win"
+
+
+def _with_links(form: ClosedForm, factor: float) -> ClosedForm:
+    return ClosedForm(form.workload.with_links(factor), form.chunks, form.is_exact)

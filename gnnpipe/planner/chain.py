@@ -1,0 +1,102 @@
+"""Cuts a chain of ops into stages for devices of any speed, by dynamic programming.
+
+The epoch of a pipeline of K chunks takes (K - 1) x the slowest stage + the sum of all stages, so
+cuts are found in two passes: the least possible time of the slowest stage, and, of all cuts whose
+slowest stage is not much slower, those with the smallest sum of stages and messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+Seconds = npt.NDArray[np.float64]
+
+SLACKS = (1.0, 1.05, 1.2)
+"""Allowed times of the slowest stage, relative to the least possible one."""
+
+MOST_CUTS = 256
+"""More cuts are thinned out: one for each part of the work of about this size."""
+
+
+def cut_chain(
+    prefixes: Sequence[Seconds], cuts: Sequence[int], hops: Sequence[float], chunks: int
+) -> tuple[tuple[int, int], ...]:
+    """Split the ops into one non-empty run for each stage.
+
+    Args:
+        prefixes: For each stage the prefix sums of the ops' times for a chunk on the devices of
+            that stage, [ops + 1].
+        cuts: Ops at which a run may begin, ascending; at least ``len(prefixes) - 1``.
+        hops: Time of sending the values that cross each cut, there and back.
+        chunks: K; 1 also for schedules whose stages do not overlap.
+
+    Returns:
+        First op and one past the last op of each run.
+
+    >>> prefix = np.array([0.0, 1.0, 2.0, 3.0, 6.0])
+    >>> cut_chain([prefix, prefix], [1, 2, 3], [0.0, 0.0, 0.0], 8)
+    ((0, 3), (3, 4))
+    """
+    chosen = _thinned(prefixes[0], cuts, hops, len(prefixes))
+    points = [0, *(cuts[i] for i in chosen), len(prefixes[0]) - 1]
+    arrives = np.array([0.0, *(hops[i] for i in chosen), 0.0])
+    # Equal devices have the same prefix sums.
+    by_prefix = {id(prefix): _run_costs(prefix[points], arrives) for prefix in prefixes}
+    costs = [by_prefix[id(prefix)] for prefix in prefixes]
+    if chunks == 1:
+        limits = [np.inf]
+    else:
+        least = _least_slowest(costs)
+        # Sums of rounded times differ by rounding errors.
+        limits = [least * slack * (1 + 1e-9) for slack in SLACKS]
+    found = [_cheapest(costs, limit) for limit in limits]
+
+    def time_s(ends: Sequence[int]) -> float:
+        times = [cost[run] for cost, run in zip(costs, pairwise(ends), strict=True)]
+        return float((chunks - 1) * max(times) + sum(times))
+
+    best = min(found, key=time_s)
+    return tuple((points[a], points[b]) for a, b in pairwise(best))
+
+
+def _thinned(
+    prefix: Seconds, cuts: Sequence[int], hops: Sequence[float], stages: int
+) -> Sequence[int]:
+    """Return the indices of the cuts that are tried: of every part of the work the narrowest."""
+    most = max(MOST_CUTS, stages - 1)
+    if len(cuts) <= most:
+        return range(len(cuts))
+    parts = np.array_split(np.arange(len(cuts)), most)
+    return [int(min(part, key=lambda i: (hops[i], prefix[cuts[i]]))) for part in parts]
+
+
+def _run_costs(ends: Seconds, arrives: Seconds) -> Seconds:
+    """Return the cost of the run between any two points, inf if it is empty."""
+    costs = ends[None, :] - ends[:, None] + arrives[:, None]
+    costs[np.tril_indices(len(ends))] = np.inf
+    return costs
+
+
+def _least_slowest(costs: Sequence[Seconds]) -> float:
+    best = costs[0][0]
+    for cost in costs[1:]:
+        best = np.maximum(best[:, None], cost).min(0)
+    return float(best[-1])
+
+
+def _cheapest(costs: Sequence[Seconds], limit: float) -> list[int]:
+    """Return the points between the runs with the smallest sum, none of which exceeds ``limit``."""
+    allowed = {id(cost): np.where(cost <= limit, cost, np.inf) for cost in costs}
+    best, previous = allowed[id(costs[0])][0], []
+    for cost in costs[1:]:
+        sums = best[:, None] + allowed[id(cost)]
+        previous.append(sums.argmin(0))
+        best = sums.min(0)
+    ends = [len(costs[0]) - 1]
+    for from_point in reversed(previous):
+        ends.append(int(from_point[ends[-1]]))
+    return [0, *reversed(ends)]

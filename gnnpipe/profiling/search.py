@@ -1,0 +1,336 @@
+"""``--plan auto`` in the commands: sizes, costs, devices and limits for the search of a plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+from gnnpipe.machine import memory_bytes
+from gnnpipe.output import Step, say
+from gnnpipe.perf import CommVolume, Profile, closed_form_volume
+from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
+from gnnpipe.perf.workload import Workload
+from gnnpipe.plan import ModelGraph, Plan
+from gnnpipe.plan.cluster import Cluster
+from gnnpipe.planner import (
+    FoundPlan,
+    GivenPlan,
+    GraphCounts,
+    Planner,
+    PlanRequest,
+    SearchSpace,
+    Shape,
+    find_plan,
+)
+from gnnpipe.planner.auto import EXACT_AFTER_JUMPS
+from gnnpipe.planner.candidate import MAX_CHUNKS
+from gnnpipe.profiling.predict import check_profile, on_rank_0, read_profile
+from gnnpipe.profiling.profile import take_planning_profile
+from gnnpipe.profiling.scenario import GraphShape, Scenario
+from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.inputs import number_dtype, row_dtype
+from gnnpipe.setup.memory_estimate import memory_settings
+from gnnpipe.setup.prepare import training_programs
+from gnnpipe.setup.prepared import chunk_order
+
+AUTO = "auto"
+"""The value of ``--plan`` that searches a plan."""
+
+STAND_IN = "a100:100gbe"
+"""Data sheets for the memory of a plan, which does not depend on times."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The devices that a plan is searched for."""
+
+    profile: Profile | None = None
+    sheets: str | None = None
+    """Data sheets in place of a profile, 'DEVICE:LINK'."""
+    cluster: Cluster | None = None
+    devices: int | None = None
+    """Number of devices, without a cluster."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the cluster, or as many as are given."""
+        return len(self.cluster.devices) if self.cluster is not None else self.devices or 1
+
+    def device_bytes(self) -> Sequence[int]:
+        """Memory of every device; empty if it is not known."""
+        if self.cluster is not None:
+            return [device.memory_bytes for device in self.cluster.devices]
+        if self.sheets is not None:
+            return [hardware_memory_bytes(self.sheets)] * self.num_devices
+        return []
+
+    def profile_of(self, model: ModelGraph, config: TrainConfig) -> Profile:
+        """The profile, or that of the data sheets."""
+        return self.profile or hardware_profile(self.sheets or STAND_IN, model, config)
+
+
+def hardware_of(
+    config: TrainConfig,
+    sheets: str | None,
+    cluster: Cluster | None,
+    devices: int | None,
+    profile: Profile | None = None,
+) -> Hardware:
+    """Returns the devices for a search outside a run; ``InputError`` if these are not known."""
+    if cluster is not None and devices is not None:
+        raise InputError(
+            f"--devices {devices}: the cluster file says how many there are; leave one out"
+        )
+    if cluster is None and devices is None:
+        raise InputError(
+            "--plan auto: the number of devices is not known; give --devices N, or --cluster FILE"
+        )
+    if devices is not None and not 1 <= devices <= 100_000:
+        raise InputError(f"--devices {devices}: must be 1 to 100,000")
+    if sheets is None and profile is None and not config.profile:
+        raise InputError(
+            "--plan auto: the times of the ops are not known; give --hardware DEVICE:LINK, like "
+            "h100:100gbe, or --profile FILE (of `gnnpipe profile --save`)"
+        )
+    if sheets is None and profile is None:
+        profile = read_profile(config.profile)
+    return Hardware(profile, sheets, cluster, devices)
+
+
+def _workload(
+    config: TrainConfig,
+    model: ModelGraph,
+    hardware: Hardware,
+    counts: GraphCounts,
+    halo: Callable[[int], float],
+    is_symmetric: bool,
+) -> Workload:
+    widest = max((op.push_width for op in model.aggregations), default=0)
+    each = config.staleness_settings_for(MAX_CHUNKS).probes_per_column
+    profile = hardware.profile_of(model, config)
+    if hardware.profile is not None:
+        check_profile(config, profile, hardware.num_devices, has_forecasts=False)
+    return Workload(
+        model,
+        profile,
+        hardware.cluster,
+        counts.num_vertices,
+        counts.num_edges,
+        counts.feature_entries,
+        counts.loss_rows,
+        counts.loss_numbers,
+        halo,
+        min(each * (widest + 1), sum(counts.num_vertices.values())),
+        memory_settings(
+            config,
+            MAX_CHUNKS,
+            has_sparse_features=counts.has_sparse_features,
+            is_symmetric=is_symmetric,
+            is_exact=True,
+            extra_weights=int(config.kept_epoch == "best"),
+        ),
+    )
+
+
+def workload_of_shape(
+    config: TrainConfig, shape: GraphShape, model: ModelGraph, hardware: Hardware
+) -> Workload:
+    """Returns the workload of a graph that is given in numbers."""
+    counts = GraphCounts(
+        {"": shape.vertices},
+        {"": shape.edges},
+        {"": shape.stored or shape.vertices * shape.features},
+        # The training vertices are not known: all of them, with cross entropy.
+        loss_numbers=shape.vertices * shape.classes,
+        has_sparse_features=shape.stored > 0,
+    )
+    return _workload(config, model, hardware, counts, lambda shards: shape.halo, is_symmetric=True)
+
+
+def workload_of_request(config: TrainConfig, request: PlanRequest, hardware: Hardware) -> Workload:
+    """Returns the workload of a graph that was read."""
+
+    def halo(shards: int) -> float:
+        return request.halo(shards, hardware.num_devices)
+
+    # Whether all edges have their reverse is not known yet; without, matrices take more memory.
+    return _workload(config, request.model, hardware, request.graph, halo, is_symmetric=False)
+
+
+def search_space(
+    config: TrainConfig,
+    workload: Workload,
+    hardware: Hardware,
+    device_bytes: Sequence[int] = (),
+    *,
+    uses_all: bool = False,
+    is_whole: bool = False,
+) -> SearchSpace:
+    """Returns the plans that the settings allow on these devices.
+
+    ``device_bytes``: memory of the devices, if the hardware does not say. ``uses_all``: every
+    device gets work. ``is_whole``: the model cannot be divided into chunks.
+    """
+    staleness = config.staleness_settings_for(MAX_CHUNKS)
+    share = min(staleness.exact_epochs / config.epochs, 1.0)
+    if staleness.exact_above:
+        share = min(share + EXACT_AFTER_JUMPS, 1.0)
+    return SearchSpace(
+        workload,
+        hardware.num_devices,
+        uses_all,
+        device_bytes or hardware.device_bytes(),
+        max_stale_chunks=1 if staleness.is_exact else MAX_CHUNKS,
+        max_chunks=1 if is_whole else MAX_CHUNKS,
+        exact_share=share,
+    )
+
+
+def scenario_of_found(config: TrainConfig, found: FoundPlan, shape: GraphShape) -> Scenario:
+    """Returns the scenario of the best plan for a graph that is given in numbers."""
+    best = found.best
+    work, dag, is_exact = best.form.workload, best.dag, best.form.is_exact
+    staleness = config.staleness_settings_for(dag.plan.chunks)
+    sizes = work.plan_sizes(dag.plan, is_exact)
+    probes = 0 if is_exact else work.probes
+    shuffle = config.seed if staleness.shuffle_chunks else None
+    training_programs(config, work.model, dag)  # raises if settings contradict the plan
+    return Scenario(
+        config,
+        dag,
+        work.model,
+        best.program,
+        chunk_order(dag.plan.chunks, shuffle, staleness.exact_epochs),
+        sizes,
+        _volume(config, found, shape, probes),
+        best.memory_bytes,
+        shape,
+        probes > 0,
+    )
+
+
+def _volume(config: TrainConfig, found: FoundPlan, shape: GraphShape, probes: int) -> CommVolume:
+    best = found.best
+    sizes = best.form.workload.plan_sizes(best.plan, best.form.is_exact)
+    return closed_form_volume(
+        best.dag,
+        best.form.model,
+        num_vertices={"": shape.vertices},
+        crossings=[
+            {t: int(np.sum(rows)) for t, rows in stage.boundary.items()} for stage in sizes.stages
+        ],
+        probes={"": probes},
+        number_bytes=number_dtype(config).itemsize,
+        row_bytes=row_dtype(config).itemsize,
+    )
+
+
+@dataclass(frozen=True)
+class OfflinePlanner:
+    """Planner that searches a plan for given devices, outside a run."""
+
+    config: TrainConfig
+    hardware: Hardware
+    found: list[FoundPlan] = field(default_factory=list)
+    """The result, once there is one."""
+
+    def num_ranks(self, shape: Shape) -> int:
+        """Returns the largest possible number of ranks."""
+        del shape
+        return self.hardware.num_devices
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Returns the fastest plan; ``InputError`` if none fits."""
+        work = workload_of_request(self.config, request, self.hardware)
+        space = search_space(self.config, work, self.hardware, is_whole=request.is_whole)
+        self.found.append(find_plan(space))
+        return self.found[-1].plan
+
+
+@dataclass(frozen=True)
+class RunPlanner:
+    """Planner of a run: all ranks measure, rank 0 searches, and all ranks get the plan."""
+
+    config: TrainConfig
+    world: World
+    say: Callable[[str], None]
+    """Prints a line on rank 0."""
+
+    def num_ranks(self, shape: Shape) -> int:
+        """Returns the number of ranks of the world."""
+        del shape
+        return self.world.world_size
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Returns the fastest plan for these ranks; ``InputError`` on all ranks if none fits."""
+        world, config = self.world, self.config
+        limits = world.gather(_rank_memory_bytes(world))
+        if world.world_size == 1 and not config.profile:
+            plain = self._found(request, Hardware(), limits, 1)
+            if plain is not None and plain.best.excess(limits) <= 1:
+                self.say("plan: 1 stage, 1 shard, 1 chunk: the fastest on one device, and it fits")
+                return plain.plan
+        profile = self._profile(request)
+        hardware = Hardware(profile, None, None, world.world_size)
+        if world.world_size > 1:
+            request.halo(world.world_size, world.world_size)  # counted on all ranks
+        found = on_rank_0(world, lambda: self._found(request, hardware, limits))
+        for line in found.lines() if found is not None else ():
+            self.say(line)
+        plan: Plan = world.share(None if found is None else found.plan)
+        return plan
+
+    def _found(
+        self,
+        request: PlanRequest,
+        hardware: Hardware,
+        limits: Sequence[int],
+        max_chunks: int = MAX_CHUNKS,
+    ) -> FoundPlan | None:
+        work = workload_of_request(self.config, request, hardware)
+        is_whole = request.is_whole or max_chunks == 1
+        space = search_space(self.config, work, hardware, limits, uses_all=True, is_whole=is_whole)
+        try:
+            return find_plan(space)
+        except InputError:
+            if max_chunks < MAX_CHUNKS:
+                return None
+            raise
+
+    def _profile(self, request: PlanRequest) -> Profile:
+        config, world = self.config, self.world
+        if config.profile:
+            return read_profile(config.profile)
+        assert request.prepared_with is not None
+        with Step("measuring the model, to plan", config.quiet, world.rank == 0):
+            return take_planning_profile(
+                config,
+                world,
+                sum(request.graph.num_vertices.values()),
+                request.model.num_ops,
+                request.prepared_with,
+            )
+
+
+def run_planner(config: TrainConfig, world: World, resumed: Path | None) -> Planner:
+    """Returns a search, or the plan of the run in folder ``resumed`` if for as many ranks."""
+    if resumed is not None and (resumed / "plan.json").exists():
+        kept = GivenPlan.read(str(resumed / "plan.json"))
+        if kept.given.num_ranks == world.world_size:
+            return kept
+    is_quiet = config.quiet or world.rank > 0
+    return RunPlanner(config, world, (lambda line: None) if is_quiet else say)
+
+
+def _rank_memory_bytes(world: World) -> int:
+    """Returns the memory of this rank's device; on CPUs the rank's part of the machine's."""
+    if world.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(world.device).total_memory)
+    return memory_bytes() // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)

@@ -1,0 +1,178 @@
+"""``--plan auto``: its plan beside all candidates, its limits, and what the search costs."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gnnpipe
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+from gnnpipe.plan.cluster import Cluster, Device, Link
+from gnnpipe.planner import GivenPlan, find_plan
+from gnnpipe.planner.auto import every_candidate
+from gnnpipe.profiling.scenario import GraphShape, model_on_shape
+from gnnpipe.profiling.search import Hardware, search_space, workload_of_shape
+
+BIG = 80 * 10**9
+SLOW, FAST = Link(1.25e9, 5e-5), Link(300e9, 1e-5)
+GRAPH = GraphShape(100_000, 2_000_000, 64, 16, halo=0.5)
+MODELS = {}
+
+
+def space_of(cluster, shape=GRAPH, **changes):
+    config = TrainConfig(**{"layers": 6, "hidden": 64} | changes)
+    key = shape, config
+    if key not in MODELS:
+        MODELS[key] = model_on_shape(config, shape)
+    hardware = Hardware(sheets="a100:100gbe", cluster=cluster)
+    return search_space(config, workload_of_shape(config, shape, MODELS[key], hardware), hardware)
+
+
+def devices(*speeds, memory=BIG):
+    return tuple(Device(speed, memory) for speed in speeds)
+
+
+CLUSTERS = {
+    "one": Cluster(devices(1.0), SLOW),
+    "two": Cluster(devices(1.0, 1.0), SLOW),
+    "four": Cluster(devices(*[1.0] * 4), FAST),
+    "mixed": Cluster(devices(1.0, 0.5, 1.0, 0.5), SLOW, {(0, 1): FAST, (2, 3): FAST}),
+}
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("model", ["gcn", "gcnii"])
+@pytest.mark.parametrize("degree", [4, 200])
+def test_the_plan_is_nearly_the_best_of_all_candidates(cluster, model, degree):
+    shape = replace(GRAPH, edges=degree * GRAPH.vertices)
+    space = space_of(CLUSTERS[cluster], shape, model=model, layers=4)
+    space = replace(space, max_chunks=4)
+    best_s = min(candidate.simulated_s for candidate in every_candidate(space))
+    assert find_plan(space).best.simulated_s <= 1.05 * best_s
+
+
+def test_the_time_is_that_of_the_simulate_command():
+    space = space_of(CLUSTERS["four"])
+    found = find_plan(space)
+    config = TrainConfig(layers=6, hidden=64)
+    again = gnnpipe.simulate(
+        replace(config, plan="auto"), shape=GRAPH, hardware="a100:100gbe", cluster=CLUSTERS["four"]
+    )
+    assert again.predicted_epoch_time_s == pytest.approx(found.best.timeline.makespan_s, rel=0.02)
+    assert again.stages * again.shards == found.plan.num_ranks
+
+
+def test_one_device_takes_one_chunk():
+    found = find_plan(space_of(CLUSTERS["one"]))
+    assert (found.plan.num_ranks, found.plan.chunks) == (1, 1)
+
+
+def test_exact_runs_get_exact_schedules():
+    space = space_of(CLUSTERS["two"], staleness="exact")
+    for candidate in every_candidate(space):
+        assert candidate.plan.chunks == 1 or candidate.plan.schedule == "layer-sync"
+
+
+def test_a_stale_plan_pays_for_its_exact_epochs():
+    space = space_of(CLUSTERS["two"])
+    stale = next(c for c in every_candidate(space) if c.shape == (2, "1", 8, "fill-drain"))
+    # One exact epoch of 200 at the start, and 5 % after jumps of the gradients.
+    share = 1 / 200 + 0.05
+    exact_s = stale.exact_form.time_s(stale.dag)
+    mean_s = (1 - share) * stale.timeline.makespan_s + share * exact_s
+    assert stale.simulated_s == pytest.approx(mean_s)
+
+
+def memory_limited(space, limit):
+    return replace(space, device_bytes=[limit] * space.num_devices)
+
+
+def test_the_limit_of_memory_is_kept():
+    space = space_of(CLUSTERS["four"])
+    needs = sorted(max(candidate.memory_bytes) for candidate in every_candidate(space))
+    limit = needs[len(needs) // 20]
+    assert max(find_plan(space).best.memory_bytes) > limit
+    assert max(find_plan(memory_limited(space, limit)).best.memory_bytes) <= limit
+
+
+def test_what_fits_nowhere_names_the_nearest():
+    with pytest.raises(InputError, match=r"--plan auto: no plan fits.* needs .* 1\.0 KiB; try"):
+        find_plan(memory_limited(space_of(CLUSTERS["two"]), 1024))
+
+
+def test_the_explanation_names_reasons_and_runner_up():
+    text = "\n".join(find_plan(space_of(CLUSTERS["four"])).lines())
+    for word in ("plan: ", "predicted: ", "why: critical path", "runner-up: ", "memory of rank 0"):
+        assert word in text
+
+
+clusters = st.builds(
+    lambda speeds, bandwidth: Cluster(devices(*speeds), Link(bandwidth, 2e-5)),
+    st.lists(st.sampled_from([0.25, 0.5, 1.0]), min_size=1, max_size=5),
+    st.sampled_from([1e8, 1e9, 1e10, 1e11]),
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(cluster=clusters, degree=st.sampled_from([4, 40, 400]))
+def test_twice_the_bandwidth_is_never_slower(cluster, degree):
+    shape = replace(GRAPH, edges=degree * GRAPH.vertices)
+    link = replace(cluster.link, bandwidth_bytes_per_s=2 * cluster.link.bandwidth_bytes_per_s)
+    before = find_plan(space_of(cluster, shape)).best.simulated_s
+    assert (
+        find_plan(space_of(replace(cluster, link=link), shape)).best.simulated_s <= before * 1.001
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(cluster=clusters, share=st.sampled_from([0.3, 0.5, 0.8]))
+def test_without_a_limit_of_memory_no_plan_is_slower(cluster, share):
+    space = space_of(cluster)
+    free = find_plan(space).best
+    try:
+        limited = find_plan(memory_limited(space, int(max(free.memory_bytes) * share))).best
+    except InputError:
+        return
+    assert free.simulated_s <= limited.simulated_s * 1.001
+
+
+@settings(max_examples=10, deadline=None)
+@given(cluster=clusters, data=st.data())
+def test_the_order_of_devices_changes_nothing(cluster, data):
+    other = Cluster(tuple(data.draw(st.permutations(cluster.devices))), cluster.link)
+    times = [find_plan(space_of(c)).best.simulated_s for c in (cluster, other)]
+    assert times[0] == pytest.approx(times[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("uses_all", [False, True])
+def test_a_very_slow_device_gets_next_to_no_work(uses_all):
+    cluster = Cluster(devices(1.0, 1e-3, 1.0, 1.0), FAST)
+    shape = replace(GRAPH, vertices=1_000_000, edges=100_000_000)
+    space = replace(space_of(cluster, shape), uses_all=uses_all)
+    found = find_plan(space)
+    slow = [rank for rank, device in enumerate(found.devices) if device == 1]
+    for stage in found.plan.stages:
+        for rank, share in zip(stage.ranks, stage.shares, strict=True):
+            assert rank not in slow or share < 0.01
+
+
+@pytest.mark.parametrize(("count", "limit_s"), [(64, 1.0), (1024, 10.0)])
+def test_the_search_is_short(count, limit_s):
+    config = TrainConfig(layers=64, hidden=128)
+    shape = GraphShape(233_000, 114_600_000, 602, 41, halo=1.5)
+    model_on_shape(replace(config, layers=2), shape)  # torch loads what it needs once
+    begin_s = time.process_time()
+    hardware = Hardware(sheets="a100:100gbe", devices=count)
+    work = workload_of_shape(config, shape, model_on_shape(config, shape), hardware)
+    found = find_plan(search_space(config, work, hardware))
+    assert time.process_time() - begin_s < limit_s
+    assert found.plan.num_ranks > 8
+
+
+def test_a_found_plan_runs_as_a_given_plan():
+    found = find_plan(space_of(CLUSTERS["mixed"]))
+    text = found.plan.to_json()
+    assert GivenPlan(type(found.plan).from_json(text)).given == found.plan
