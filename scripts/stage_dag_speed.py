@@ -47,9 +47,9 @@ Row = dict[str, Any]
 
 def settings_of(model: str, program: str) -> list[str]:
     """Flags of a run, without its plan."""
-    chunks, staleness = PROGRAMS[program]
+    _, staleness = PROGRAMS[program]
     words = ["--dataset", GRAPH, "--model", f"{ROOT}/scripts/branched_models.py:{model}"]
-    words += ["--hidden", str(HIDDEN), "--chunks", str(chunks), "--staleness", staleness]
+    words += ["--hidden", str(HIDDEN), "--staleness", staleness]
     return [*words, "--epochs", str(EPOCHS), "--eval-every", "0", "--device", "cpu", "--quiet"]
 
 
