@@ -23,7 +23,11 @@ from gnnpipe.plan import Plan, ShardSplit, StageDag, StagePlan
 from gnnpipe.planner.candidate import MAX_CHUNKS, Candidate, FoundPlan, SearchSpace
 from gnnpipe.planner.chain import cut_chain
 from gnnpipe.planner.devices import Slot, arrangements, by_machine, stage_counts
+from gnnpipe.planner.interval import Interval
 from gnnpipe.planner.planner import PLANNERS, PlanRequest, Shape
+from gnnpipe.planner.series_parallel import has_branches
+from gnnpipe.planner.stage_search import Limits, StageCosts, as_plan, candidates
+from gnnpipe.planner.unit_dag import UnitDag
 from gnnpipe.schedule import EXACT_SCHEDULE
 
 SIMULATED = 3
@@ -57,6 +61,10 @@ def find_plan(space: SearchSpace) -> FoundPlan:
         fitting[candidate.shape] = min(known, candidate, key=lambda c: c.closed_form_s)
         if len(fitting) >= SIMULATED:
             limit_s = sorted(c.closed_form_s for c in fitting.values())[SIMULATED - 1]
+    for candidate in _dag_candidates(space, list(fitting.values())):
+        if candidate.excess(space.device_bytes) <= 1:
+            known = fitting.get(candidate.shape, candidate)
+            fitting[candidate.shape] = min(known, candidate, key=lambda c: c.closed_form_s)
     if not fitting:
         raise _nothing_fits(space, refused)
     best: list[Candidate] = []
@@ -126,11 +134,7 @@ class _Shape:
         return [StagePlan((0,), *slot) for slot in self.slots]
 
     def planned(self) -> Candidate:
-        """Return the candidate whose stages are runs of consecutive ops.
-
-        Partitions of branched models into a DAG of stages belong here: any list of convex sets of
-        ops can be priced by ``form``, in place of the runs.
-        """
+        """Return the candidate whose stages are runs of consecutive ops."""
         form, work = self.form, self.form.workload
         sums = {group: np.add(*form.prefixes(group)) for group in map(form.group, self.stages)}
         prefixes = [sums[form.group(part)] for part in self.stages]
@@ -166,6 +170,35 @@ def _shapes(space: SearchSpace) -> Iterator[_Shape]:
                     if parts * form.chunks <= rows:
                         exact_form = forms[form.chunks, True]
                         yield _Shape(space, chosen, slots, form, exact_form)
+
+
+def _dag_candidates(space: SearchSpace, chains: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Yield plans whose stages form a DAG, for a model with branches on equal devices.
+
+    For one chunk, and for the numbers of chunks and schedules of the fastest ``chains``.
+    """
+    work = space.workload
+    is_equal = work.cluster is None or (
+        len(set(work.cluster.devices)) == 1 and not work.cluster.pairs
+    )
+    units = UnitDag.of(work.model, joins_row_wise=True)
+    if not is_equal or space.num_devices == 1 or not has_branches(units):
+        return
+    best = sorted(chains, key=lambda c: c.closed_form_s)
+    counts = dict.fromkeys([(1, True), *((c.plan.chunks, c.form.is_exact) for c in best)])
+    for chosen in _device_sets(space):
+        workload = work.with_devices(chosen)
+        for chunks, is_exact in list(counts)[: SIMULATED + 1]:
+            form = ClosedForm(workload, chunks, is_exact)
+            # Memory is estimated for whole plans alone: for every set of ops it would take long.
+            costs = StageCosts(units, form, Limits(len(chosen)))
+            schedule = EXACT_SCHEDULE if is_exact and chunks > 1 else "fill-drain"
+            exact_form = ClosedForm(workload, chunks, True)
+            for stages in candidates(costs, Interval(costs)):
+                plan = as_plan(units, stages, chunks, schedule)
+                if plan.num_ranks == len(chosen):
+                    dag = StageDag.of(plan, work.model)
+                    yield Candidate(plan, chosen, form, exact_form, dag, space.exact_share)
 
 
 def _chunk_counts(space: SearchSpace) -> list[tuple[int, bool]]:

@@ -22,6 +22,9 @@ LINK_FACTORS = (2.0, 0.5, 4.0, 0.25, 10.0, 0.1)
 MAX_CHUNKS = 32
 """Largest K; with more stale chunks the accuracy has not been validated (docs/benchmarks)."""
 
+SHOWN_RUNS = 4
+"""Runs of consecutive ops of a stage that are shown."""
+
 SHOWN_RANKS = 8
 """With more ranks, lines for single ranks are left out."""
 
@@ -199,7 +202,11 @@ def _shares_text(plan: Plan) -> str:
 
 def _stage_text(stage: StagePlan) -> str:
     """Return the ops and ranks of a stage."""
-    ops = f"{min(stage.ops)}-{max(stage.ops)}" if len(stage.ops) > 1 else str(stage.ops[0])
+    firsts = [op for op in stage.ops if op - 1 not in stage.ops]
+    lasts = [op for op in stage.ops if op + 1 not in stage.ops]
+    runs = zip(firsts[:SHOWN_RUNS], lasts, strict=False)
+    ops = ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in runs)
+    ops += ", ..." * (len(firsts) > SHOWN_RUNS)
     ranks = ", ".join(map(str, stage.ranks[:SHOWN_RANKS]))
     if len(stage.ranks) > 2 and stage.ranks == tuple(range(stage.ranks[0], stage.ranks[-1] + 1)):
         ranks = f"{stage.ranks[0]}-{stage.ranks[-1]}"

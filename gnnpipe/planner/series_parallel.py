@@ -66,6 +66,12 @@ def compose(kind: PieceKind, parts: Sequence[Piece]) -> Piece:
     return flat[0] if len(flat) == 1 else Piece(kind, tuple(flat))
 
 
+def has_branches(dag: UnitDag) -> bool:
+    """Whether some units do not depend on each other, so that stages may run side by side."""
+    everything = dag.everything
+    return any(everything & ~(dag.after[u] | dag.before[u] | 1 << u) for u in range(len(dag.units)))
+
+
 @dataclass(frozen=True)
 class Decomposition:
     """The pieces of a DAG, and the cost of its conversion."""

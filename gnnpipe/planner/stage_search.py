@@ -54,8 +54,8 @@ class Limits:
     """Devices that a plan may use."""
 
     devices: int
-    memory_bytes: int
-    """Of each device."""
+    memory_bytes: float = math.inf
+    """Of each device; infinite: no limit."""
     in_flight: InFlight = InFlight.ALL
     shard_counts: tuple[int, ...] = ()
     """Numbers of devices that a stage may have, ascending; default: powers of 2."""
@@ -161,6 +161,8 @@ class StageCosts:
         return self._lengths[key]
 
     def _fits(self, mask: int, shards: int, behind: float) -> bool:
+        if self.limits.memory_bytes == math.inf:
+            return True
         chunks = self.costs.chunks
         held = chunks if self.limits.in_flight is InFlight.ALL else min(int(behind) + 1, chunks)
         key = mask, shards, held
@@ -302,7 +304,7 @@ def search(planner_of: Callable[[StageCosts], TargetSearch], request: Request) -
         dag = dag or UnitDag.of(costs.model)
         stage_costs = StageCosts(dag, costs, request.limits)
         planner = planner_of(stage_costs)
-        for stages in _candidates(stage_costs, planner):
+        for stages in candidates(stage_costs, planner):
             time_s = stage_costs.pipeline_s(stages, planner.is_chain)
             found.append((time_s, len(found), stage_costs, planner, stages))
     if not found:
@@ -319,7 +321,7 @@ def search(planner_of: Callable[[StageCosts], TargetSearch], request: Request) -
     return min(best, key=lambda one: one.epoch_s)
 
 
-def _candidates(costs: StageCosts, planner: TargetSearch) -> list[Stages]:
+def candidates(costs: StageCosts, planner: TargetSearch) -> list[Stages]:
     """Return different stages for one number of chunks."""
     found = falling_targets(costs, planner)
     if found:

@@ -34,9 +34,14 @@ class UnitDag:
     """The values that each unit computes."""
 
     @classmethod
-    def of(cls, model: ModelGraph) -> UnitDag:
-        """Return the units of ``model``."""
-        units = _units(model)
+    def of(cls, model: ModelGraph, joins_row_wise: bool = False) -> UnitDag:
+        """Return the units of ``model``.
+
+        ``joins_row_wise``: a row-wise op is in the unit of the op before, if that is the only op
+        that it reads and the only one that reads its values. Recorded models have several times
+        fewer units then.
+        """
+        units = _units(model, [*model.ties, *(_row_wise_runs(model) if joins_row_wise else ())])
         unit_of = {op: u for u, ops in enumerate(units) for op in ops}
         readers: dict[str, int] = {}
         for i, op in enumerate(model.ops):
@@ -128,9 +133,27 @@ def members(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-def _units(model: ModelGraph) -> tuple[tuple[int, ...], ...]:
-    """Return the ops of each unit; a unit comes after all units that it depends on."""
-    group = _tied_groups(model)
+def _row_wise_runs(model: ModelGraph) -> Iterator[tuple[int, int]]:
+    """Yield pairs (op, row-wise op) of which the second is the only reader of the first."""
+    maker = {value: i for i, op in enumerate(model.ops) for value in op.outputs}
+    readers: dict[int, set[int]] = {}
+    for i, op in enumerate(model.ops):
+        for value in op.inputs:
+            readers.setdefault(maker[value], set()).add(i)
+    for i, op in enumerate(model.ops):
+        before = {maker[value] for value in op.inputs}
+        if len(before) == 1 and not op.aggregates and not op.reads_features:
+            (earlier,) = before
+            if readers[earlier] == {i}:
+                yield earlier, i
+
+
+def _units(model: ModelGraph, ties: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the ops of each unit; a unit comes after all units that it depends on.
+
+    ``ties``: ops that must be in one unit.
+    """
+    group = _tied_groups(model, ties)
     reached = _reached(model, group)
     # Groups that reach each other, through an op between two tied ops, are one unit.
     unit_of = {
@@ -147,10 +170,10 @@ def _units(model: ModelGraph) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(units[u]) for u in sorted(units, key=lambda u: (depth[u], u)))
 
 
-def _tied_groups(model: ModelGraph) -> list[int]:
+def _tied_groups(model: ModelGraph, ties: Sequence[Sequence[int]]) -> list[int]:
     """Return for each op the first op that must be on its stage."""
     group = list(range(model.num_ops))
-    for tie in model.ties:
+    for tie in ties:
         tied = {group[op] for op in tie}
         group = [min(tied) if g in tied else g for g in group]
     return group

@@ -4,8 +4,11 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch_geometric.nn import GCNConv
 
 import gnnpipe
 from gnnpipe.config import TrainConfig
@@ -68,6 +71,42 @@ def test_the_time_is_that_of_the_simulate_command():
 def test_one_device_takes_one_chunk():
     found = find_plan(space_of(CLUSTERS["one"]))
     assert (found.plan.num_ranks, found.plan.chunks) == (1, 1)
+
+
+class Towers(nn.Module):
+    """Four branches of four layers, which a last layer joins."""
+
+    def __init__(self):
+        super().__init__()
+        self.towers = nn.ModuleList(
+            nn.ModuleList(GCNConv(width, 256) for width in (64, 256, 256, 256)) for _ in range(4)
+        )
+        self.join = nn.Linear(1024, 16)
+
+    def forward(self, x, edge_index):
+        ends = []
+        for tower in self.towers:
+            h = x
+            for layer in tower:
+                h = layer(h, edge_index).relu()
+            ends.append(h)
+        return self.join(torch.cat(ends, dim=1))
+
+
+@pytest.mark.parametrize("staleness", ["exact", "auto"])
+def test_branches_get_stages_of_their_own(staleness):
+    config = TrainConfig(staleness=staleness)
+    four = Cluster(devices(*[1.0] * 4), Link(12.5e9, 5e-5))
+    hardware = Hardware(sheets="a100:100gbe", cluster=four)
+    # Shards would read many rows of one another.
+    shape = replace(GRAPH, halo=4.0)
+    model = model_on_shape(config, shape, Towers())
+    space = search_space(config, workload_of_shape(config, shape, model, hardware), hardware)
+    space = replace(space, max_chunks=8)
+    found = find_plan(space).best
+    chain_s = min(c.closed_form_s for c in every_candidate(space))
+    assert found.simulated_s < 0.9 * chain_s
+    assert found.dag.depth < found.plan.num_stages
 
 
 def test_exact_runs_get_exact_schedules():
