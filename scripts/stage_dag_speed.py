@@ -164,8 +164,10 @@ def report() -> None:
         f"`scripts/stage_dag_speed.py`, {dates[0]} to {dates[-1]}, commit {', '.join(versions)}. "
         f"Graph `{GRAPH}`, GCN layers of {HIDDEN}; hosts are network namespaces of one machine of "
         f"{os.cpu_count()} cores, a rank of one thread each, so at most two ranks compute at once. "
-        f"{turns} turns of {EPOCHS} epochs; a time is the median of the turns' medians (least to "
-        "most). The chain has a quarter of the layers of every branch in each stage. The DAG has a "
+        f"{turns} turn{'s' * (turns > 1)} of {EPOCHS} epochs; a time is the median of the turns' "
+        "medians (least to most). The short profile is measured while all ranks compute at "
+        "once, two to a core; in a chain they rarely do, so that its time is predicted too long. "
+        "The chain has a quarter of the layers of every branch in each stage. The DAG has a "
         "branch, or half of one, in each stage. Predicted: by the short profile that each run "
         "takes. Both plans end with the same loss in exact runs.",
         "",
