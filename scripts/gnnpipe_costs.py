@@ -155,7 +155,12 @@ class LoggedCosts:
         start_s, each_s = self.fit.update_s
         return start_s + each_s * num_weights(self.data, self.model) / self.stages
 
-    def message_bytes(self, way: str, source: int, target: int, shard: int, chunk: int) -> int:
+    def message_pairs(self, source: int, target: int) -> list[tuple[int, int]]:
+        return [(shard, shard) for shard in range(self.shards)]
+
+    def message_bytes(
+        self, way: str, source: int, target: int, pair: tuple[int, int], chunk: int
+    ) -> int:
         values = 2 if self.model == "gcnii" else 1  # h0 travels along.
         rows = self.data.vertices * self.chunk_share[chunk] / self.shards
         return int(values * rows * self.data.hidden * 4)
@@ -185,7 +190,7 @@ class LoggedCosts:
         start_s, each_s = self.fit.reduce_s
         return start_s + each_s * passed_bytes(self.shards, size_bytes)
 
-    def shard_sum_bytes(self, size_bytes: int) -> int:
+    def shard_sum_bytes(self, stage: int, size_bytes: int) -> int:
         return 2 * (self.shards - 1) * size_bytes
 
     def shard_sum_phases(self) -> int:

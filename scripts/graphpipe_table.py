@@ -313,7 +313,7 @@ def page(rows: Sequence[Row], controls: Sequence[Row]) -> str:
         "",
         "The samples of a step are an assumption, and decide whether the first aims are reached. "
         "With 64 samples a device and micro-batches of 32, a chain on 16 devices has M = 32 and "
-        "14 or 15 stages: by depth alone the gain is at most (32 + 14) / (32 + 1) = 1.39, and "
+        "15 or 16 stages: by depth alone the gain is at most (32 + 15) / (32 + 1) = 1.42, and "
         "larger micro-batches add the rest. The paper's largest gain, 1.61, lies between the "
         "largest ones here with 64 and with 32 samples. A join that shares the stage of a branch's "
         "end makes the DAG one stage deeper, because this stage waits for the other branches: on 8 "

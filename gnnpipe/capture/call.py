@@ -92,7 +92,7 @@ def names_read_by(model: nn.Module, graph: Graph) -> set[str]:
 
 def _is_of_user(value: Any) -> bool:
     own = "torch", "torch_geometric", "gnnpipe"
-    return isinstance(value, FunctionType) and value.__module__.partition(".")[0] not in own
+    return isinstance(value, FunctionType) and (value.__module__ or "").partition(".")[0] not in own
 
 
 def _names_in(code: CodeType) -> set[str]:

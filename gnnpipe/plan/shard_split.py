@@ -59,8 +59,8 @@ class ShardSplit:
     @property
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """The bounds by which a chunk is cut one after another, the fewest shards first."""
-        finest = tuple(range(self.num_parts + 1))
-        return (*sorted(set(self.bounds) - {finest}, key=lambda b: (len(b), b)), finest)
+        finest, uncut = tuple(range(self.num_parts + 1)), (0, self.num_parts)
+        return (*sorted(set(self.bounds) - {finest, uncut}, key=lambda b: (len(b), b)), finest)
 
     def overlaps(self, stage: int, other: int) -> tuple[tuple[int, int], ...]:
         """Return the pairs (shard of ``stage``, shard of ``other``) that own rows in common."""

@@ -57,14 +57,14 @@ def find_plan(space: SearchSpace) -> FoundPlan:
         if candidate.excess(space.device_bytes) > 1:
             refused.append(candidate)
             continue
-        known = fitting.get(candidate.shape, candidate)
-        fitting[candidate.shape] = min(known, candidate, key=lambda c: c.closed_form_s)
+        known = fitting.get(candidate.kind, candidate)
+        fitting[candidate.kind] = min(known, candidate, key=lambda c: c.closed_form_s)
         if len(fitting) >= SIMULATED:
             limit_s = sorted(c.closed_form_s for c in fitting.values())[SIMULATED - 1]
     for candidate in _dag_candidates(space, list(fitting.values())):
         if candidate.excess(space.device_bytes) <= 1:
-            known = fitting.get(candidate.shape, candidate)
-            fitting[candidate.shape] = min(known, candidate, key=lambda c: c.closed_form_s)
+            known = fitting.get(candidate.kind, candidate)
+            fitting[candidate.kind] = min(known, candidate, key=lambda c: c.closed_form_s)
     if not fitting:
         raise _nothing_fits(space, refused)
     best: list[Candidate] = []
@@ -82,7 +82,7 @@ def find_plan(space: SearchSpace) -> FoundPlan:
 
 
 def every_candidate(space: SearchSpace) -> Iterator[Candidate]:
-    """Yield all candidates of the search, for comparison with its result."""
+    """Yield all chains of stages of the search, for comparison with its result."""
     return (shape.planned() for shape in _shapes(space))
 
 
@@ -175,7 +175,8 @@ def _shapes(space: SearchSpace) -> Iterator[_Shape]:
 def _dag_candidates(space: SearchSpace, chains: Sequence[Candidate]) -> Iterator[Candidate]:
     """Yield plans whose stages form a DAG, for a model with branches on equal devices.
 
-    For one chunk, and for the numbers of chunks and schedules of the fastest ``chains``.
+    On as many devices as may be used; for one chunk, and for the numbers of chunks and schedules of
+    the two fastest ``chains``.
     """
     work = space.workload
     is_equal = work.cluster is None or (
@@ -186,19 +187,20 @@ def _dag_candidates(space: SearchSpace, chains: Sequence[Candidate]) -> Iterator
         return
     best = sorted(chains, key=lambda c: c.closed_form_s)
     counts = dict.fromkeys([(1, True), *((c.plan.chunks, c.form.is_exact) for c in best)])
-    for chosen in _device_sets(space):
-        workload = work.with_devices(chosen)
-        for chunks, is_exact in list(counts)[: SIMULATED + 1]:
-            form = ClosedForm(workload, chunks, is_exact)
-            # Memory is estimated for whole plans alone: for every set of ops it would take long.
-            costs = StageCosts(units, form, Limits(len(chosen)))
-            schedule = EXACT_SCHEDULE if is_exact and chunks > 1 else "fill-drain"
-            exact_form = ClosedForm(workload, chunks, True)
-            for stages in candidates(costs, Interval(costs)):
-                plan = as_plan(units, stages, chunks, schedule)
-                if plan.num_ranks == len(chosen):
-                    dag = StageDag.of(plan, work.model)
-                    yield Candidate(plan, chosen, form, exact_form, dag, space.exact_share)
+    chosen = max(_device_sets(space), key=len)
+    workload = work.with_devices(chosen)
+    for chunks, is_exact in list(counts)[:3]:
+        form = ClosedForm(workload, chunks, is_exact)
+        # Memory is estimated for whole plans alone: for every set of ops it would take long.
+        costs = StageCosts(units, form, Limits(len(chosen)))
+        schedule = EXACT_SCHEDULE if is_exact and chunks > 1 else "fill-drain"
+        exact_form = ClosedForm(workload, chunks, True)
+        for stages in candidates(costs, Interval(costs)):
+            plan = as_plan(units, stages, chunks, schedule)
+            has_rows = plan.split.num_parts * chunks <= min(work.num_vertices.values())
+            if plan.num_ranks == len(chosen) and has_rows:
+                dag = StageDag.of(plan, work.model)
+                yield Candidate(plan, chosen, form, exact_form, dag, space.exact_share)
 
 
 def _chunk_counts(space: SearchSpace) -> list[tuple[int, bool]]:

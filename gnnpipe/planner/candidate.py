@@ -66,10 +66,16 @@ class Candidate:
         return plan.num_stages, plan.shards_text, plan.chunks, plan.schedule
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """The shape, and the depth of the stages: a DAG and a chain of one shape differ."""
+        return *self.shape, self.dag.depth
+
+    @property
     def name(self) -> str:
-        """The shape as text."""
+        """The shape as text, with the depth if stages run side by side."""
         stages, shards, chunks, schedule = self.shape
-        return f"{stages} x {shards} x {chunks} ({schedule})"
+        depth = f", depth {self.dag.depth}" if self.dag.depth < stages else ""
+        return f"{stages} x {shards} x {chunks} ({schedule}{depth})"
 
     @cached_property
     def closed_form_s(self) -> float:
@@ -163,6 +169,11 @@ class FoundPlan:
             f"plan: {best.name} stages x shards x chunks on {plan.num_ranks} of "
             f"{self.space.num_devices} devices; {unit}s by stage: {shown}"
         )
+        chosen = self.devices
+        if self.space.workload.cluster is not None and len(chosen) < self.space.num_devices:
+            numbers = ", ".join(map(str, chosen[:SHOWN_RANKS]))
+            numbers += ", ..." * (len(chosen) > SHOWN_RANKS)
+            yield f"devices of the cluster by rank: {numbers}"
         if any(len(set(stage.shares)) > 1 for stage in plan.stages):
             yield f"shares of the rows: {_shares_text(plan)}"
         usual_s, mean_s = best.timeline.makespan_s, best.simulated_s
@@ -180,7 +191,7 @@ class FoundPlan:
         yield from self._memory_lines()
         yield (
             f"search: {self.num_candidates} candidates, {self.cost_s:.2g} s of processor; "
-            f"{self.num_refused} faster by the closed form did not fit into memory"
+            f"{self.num_refused} did not fit into memory"
         )
 
     def _memory_lines(self) -> Iterator[str]:
@@ -214,7 +225,11 @@ def _stage_text(stage: StagePlan) -> str:
 
 
 def what_would_win(best: Candidate, other: Candidate) -> str:
-    """Return the smallest change of the links that makes the other candidate faster."""
+    """Return the smallest change of the links that makes the other candidate faster.
+
+    By the closed form, corrected by what the simulator says for the links as they are.
+    """
+    errors = [c.simulated_s / c.closed_form_s for c in (best, other)]
     for factor in LINK_FACTORS:
         times = [
             replace(
@@ -222,7 +237,7 @@ def what_would_win(best: Candidate, other: Candidate) -> str:
             )
             for c in (best, other)
         ]
-        if times[1].closed_form_s < times[0].closed_form_s:
+        if times[1].closed_form_s * errors[1] < times[0].closed_form_s * errors[0]:
             words = f"{factor:g} times as fast" if factor > 1 else f"{1 / factor:g} times as slow"
             return f"it wins with links {words}"
     return "links 10 times as fast or slow do not make it win"

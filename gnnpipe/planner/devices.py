@@ -24,7 +24,11 @@ def by_machine(cluster: Cluster) -> list[int]:
         if link.bandwidth_bytes_per_s > cluster.link.bandwidth_bytes_per_s:
             machine[root(high)] = root(low)
     members: dict[int, list[int]] = {}
-    for device in sorted(range(len(machine)), key=lambda d: -cluster.devices[d].speed):
+    # Of equal speeds the device with more memory first.
+    for device in sorted(
+        range(len(machine)),
+        key=lambda d: (-cluster.devices[d].speed, -cluster.devices[d].memory_bytes),
+    ):
         members.setdefault(root(device), []).append(device)
 
     def speed(group: Sequence[int]) -> float:
@@ -50,7 +54,7 @@ def arrangements(cluster: Cluster | None, count: int, stages: int) -> list[tuple
     """Return assignments of ``count`` ranks to stages; few for equal devices and links."""
     found: dict[tuple[Slot, ...], None] = {}
     for sizes in _sizes(count, stages):
-        if cluster is None or (not cluster.pairs and len({d.speed for d in cluster.devices}) == 1):
+        if cluster is None or (not cluster.pairs and len(set(cluster.devices)) == 1):
             found[_even(_runs(range(count), sizes))] = None
             continue
         speeds = [device.speed for device in cluster.devices]

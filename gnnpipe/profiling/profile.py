@@ -47,6 +47,7 @@ from gnnpipe.runtime.comm.cpu_affinity import crowding
 from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
+from gnnpipe.schedule import EXACT_SCHEDULE
 from gnnpipe.setup.prepare import prepare
 from gnnpipe.setup.prepared import Prepared
 
@@ -103,6 +104,8 @@ def profile(
             )
     if config.plan not in set(PLANNERS):
         raise InputError(f"--plan {config.plan!r}: a profile serves every plan; leave it out")
+    # A profile serves every plan, also that of a search.
+    config = replace(config, plan="uniform")
     check_timed(config)
     met = world or World.meet(launched_world_size(), config.device, config.timeout_s)
     mesh = Mesh.of(met, Placement.grid(1, met.world_size))
@@ -195,7 +198,9 @@ def take_planning_profile(
     has_cores = crowding(torch.get_num_threads(), mesh.gather) <= 1
     samples: list[Sample] = []
     for chunks in PLANNING_CHUNKS if num_vertices >= MIN_ROWS * max(PLANNING_CHUNKS) else (1,):
-        plan = Plan((StagePlan.even(tuple(range(num_ops)), (0,)),), chunks, "fill-drain")
+        is_layered = chunks > 1 and config.staleness_settings_for(chunks).is_exact
+        schedule = EXACT_SCHEDULE if is_layered else "fill-drain"
+        plan = Plan((StagePlan.even(tuple(range(num_ops)), (0,)),), chunks, schedule)
         prepared = _without_precomputed(prepared_with(plan))
         samples += measure_steps(prepared, mesh.device, has_cores, is_brief=True)
     ranks_at_once = most_ranks_per_machine(mesh)

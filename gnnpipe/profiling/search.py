@@ -99,6 +99,10 @@ def hardware_of(
             "--plan auto: the times of the ops are not known; give --hardware DEVICE:LINK, like "
             "h100:100gbe, or --profile FILE (of `gnnpipe profile --save`)"
         )
+    if sheets is not None and config.profile:
+        raise InputError(
+            f"--hardware {sheets}: --profile gives the times of the ops, too; leave one out"
+        )
     if sheets is None and profile is None:
         profile = read_profile(config.profile)
     return Hardware(profile, sheets, cluster, devices)
@@ -307,7 +311,8 @@ class RunPlanner:
     def _profile(self, request: PlanRequest) -> Profile:
         config, world = self.config, self.world
         if config.profile:
-            return read_profile(config.profile)
+            profile: Profile = world.share(on_rank_0(world, lambda: read_profile(config.profile)))
+            return profile
         assert request.prepared_with is not None
         with Step("measuring the model, to plan", config.quiet, world.rank == 0):
             return take_planning_profile(

@@ -55,7 +55,7 @@ def info(
     warn_of_stale_rows(prepared, world)
     memory = memory_by_rank(prepared)
     lines = info_lines(prepared, memory)
-    if search is not None:
+    if search is not None and hardware is not None:
         lines = [*search.found[-1].lines(), *lines]
     text = "\n".join(lines)
     return Info(memory, prepared.volume.total, text)

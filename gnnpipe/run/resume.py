@@ -161,7 +161,8 @@ class Start:
         if dict(self.cut) == dict(cut) or any(self.cut.get(n) != cut[n] for n in numbers):
             return ""
         return (
-            "the partition differs from before (another METIS version, --order or --partitioner?): "
+            "the partition differs from before (another plan, METIS version, --order or "
+            "--partitioner?): "
             "the run continues, but its results are not bitwise reproducible"
         )
 

@@ -76,8 +76,8 @@ def head_lines(prepared: Prepared) -> list[str]:
         )
     lines += rounding_lines(config, prepared.model, graph)
     if plan.chunks * plan.most_shards > 1:
-        every = [line for quality in prepared.qualities for line in quality.lines()]
-        lines += dict.fromkeys(every)
+        cut = [quality for quality in prepared.qualities if quality.chunks * quality.shards > 1]
+        lines += dict.fromkeys(line for quality in cut for line in quality.lines())
     if plan.chunks > 1 and not prepared.program.is_exact:
         lines += _staleness_lines(prepared)
     return lines

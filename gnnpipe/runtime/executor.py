@@ -169,6 +169,7 @@ class Executor:
             self.stage.abandon()
             self._results.clear()
             self._leaving.clear()
+            self.p2p.abandon()
             raise
         self.mesh.recorder.end_actions()
         self.p2p.drain()

@@ -23,10 +23,8 @@ Numbers = npt.NDArray[np.int64]
 def chunk_sizes(prepared: Prepared) -> PlanSizes:
     """Returns the sizes of every chunk of every shard of every stage."""
     split = prepared.plan.split
-    by_bounds = {
-        bounds: _sizes_of(prepared, chunking)
-        for bounds, chunking in zip(split.bounds, prepared.chunkings, strict=True)
-    }
+    distinct = dict(zip(split.bounds, prepared.chunkings, strict=True))
+    by_bounds = {bounds: _sizes_of(prepared, chunking) for bounds, chunking in distinct.items()}
     stages = tuple(by_bounds[bounds] for bounds in split.bounds)
     if split.has_equal_stages:
         return PlanSizes.equal(stages[0], split)

@@ -34,8 +34,8 @@ Counts = npt.NDArray[np.int64]
 def memory_by_rank(prepared: Prepared) -> list[MemoryEstimate]:
     """Returns the estimate of every rank, in rank order."""
     plan = prepared.plan
-    # Counted once per shard, not once per rank.
     crossing = _crossing(prepared)
+    # Counted once per shard, not once per rank.
     sizes: dict[tuple[tuple[int, ...], int], ShardSizes] = {}
     settings = _settings_of(prepared)
     found = []

@@ -241,7 +241,9 @@ def _with_inputs(
     graph = with_label_inputs(graph, config)
     model = made_model(model, config, graph)
     graph = with_vertex_data(graph, model)
-    return graph, model, _common_digest(graph, world) if graph.vertex_columns else digest
+    # Every rank takes part, also one whose graph has no such data.
+    common = _common_digest(graph, world)
+    return graph, model, common if graph.vertex_columns else digest
 
 
 def _reading_time_s(dataset: str) -> float | None:
@@ -327,6 +329,8 @@ class _HaloCounts:
         """Returns M / N for a number of shards; the graph is cut into the most shards."""
         if self.found is None:
             graph, config, world = self.inputs.graph, self.inputs.config, self.inputs.world
+            # Chunks on one device read copies as shards do.
+            most = min(max(most, 2), graph.num_vertices)
             plan = Plan((StagePlan.even((0,), tuple(range(most))),), 1, "fill-drain")
             chunking = _partition(config, plan, graph, world, "given")
             part = chunking.shard_of_row()[chunking.inverse]

@@ -219,11 +219,15 @@ class Trainer:
             self._world = join_world(self.config, self._planner, **is_resumed)
         return self._world
 
-    def _setup(self, start: Start | None = None) -> tuple[Mesh, Prepared]:
-        """Reads, plans and partitions, once."""
+    def _setup(
+        self, start: Start | None = None, resumed: Sequence[Path] = ()
+    ) -> tuple[Mesh, Prepared]:
+        """Reads, plans and partitions, once; a run that goes on in ``resumed`` keeps its plan."""
         world = self._join()
         if self._planner is None and self.config.plan == AUTO:
-            self._planner = run_planner(self.config, world, None if start is None else self._resume)
+            self._planner = run_planner(
+                self.config, world, resumed[0] if start and resumed else None
+            )
         if self._prepared is None:
             with _without_autocast(world):
                 self._prepared = prepare(
@@ -342,7 +346,7 @@ class Trainer:
         config = self.config
         start, message = self._find_start(world, resumed)
         check_profile_file(config, world)
-        mesh, prepared = self._setup(start)
+        mesh, prepared = self._setup(start, resumed)
         check_exact_epochs(config, prepared.plan.chunks, last_epoch)
         warn_of_stale_rows(prepared, mesh)
         warn_of_vain_rounding(config, prepared.plan, prepared.model, prepared.graph, mesh)

@@ -111,7 +111,10 @@ def _dimension(call: fx.Node, name: str) -> object:
 def _counts_edges(of: fx.Node, dimension: object, kind: Kind) -> bool:
     """Whether a dimension of a value of edges is that of the edges."""
     is_list = kind is Kind.EDGES and _is_list(of)
-    return dimension in ((1, -1) if is_list else (0, 1, -1))
+    if is_list:
+        return dimension in (1, -1)
+    # Of edge data [E, D], dimension 1 are the columns; the last dimension may be that of [E].
+    return dimension in ((0, 1, -1) if kind is Kind.EDGES else (0, -1))
 
 
 def _is_list(call: fx.Node) -> bool:

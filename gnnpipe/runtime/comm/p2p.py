@@ -89,6 +89,11 @@ class PointToPoint:
             self._leaving.append((leaving, transfer))
             self.sent_bytes += sum(t.nbytes for t in leaving)
 
+    def abandon(self) -> None:
+        """Forget the messages of a pass that has failed."""
+        self._arriving.clear()
+        self._leaving.clear()
+
     def drain(self) -> None:
         """Wait until all sends are complete."""
         for _, transfer in self._leaving:
@@ -113,5 +118,7 @@ def _by_rank(values: Mapping[str, Tensor], pieces: Mapping[str, Pieces]) -> dict
     for name in sorted(values):
         for rank, rows in pieces[name]:
             part = values[name][rows]
-            found.setdefault(rank, []).extend([part] if len(part) else [])
+            parts = found.setdefault(rank, [])
+            if len(part):
+                parts.append(part)
     return found

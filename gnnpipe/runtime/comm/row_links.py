@@ -7,8 +7,7 @@ pair of shards that own rows in common; in every chunk these rows are consecutiv
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ from gnnpipe.plan import Plan
 from gnnpipe.schedule import SpecialPosition
 
 Pieces = Sequence[tuple[int, slice]]
-"""Ranks of another stage, ascending, and the rows of a value that each of them sends or gets."""
+"""Rank of another stage and rows of a value, for each piece that the rank sends or gets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +34,15 @@ class RowLinks:
     """By vertex type [N], the rows of the type."""
     probes: npt.NDArray[np.int64]
     """Rows of the probe vertices."""
+    _tables: dict[tuple[int, str, bool], list[tuple[int, npt.NDArray[np.int64]]]] = field(
+        default_factory=dict, init=False
+    )
+    """Ranks of a stage with their first row and end in each chunk [K, 2], by stage, vertex type and
+    whether only probe vertices count."""
+    _row_counts: dict[tuple[str, bool], npt.NDArray[np.int64]] = field(
+        default_factory=dict, init=False
+    )
+    """Own rows of each chunk [K], by vertex type and whether only probe vertices count."""
 
     def pieces(self, stage: int, chunk: int, vertex_type: str) -> Pieces:
         """Return the pieces of a value that is exchanged with ``stage``.
@@ -43,13 +51,14 @@ class RowLinks:
         vertices with the old weights and then their changes; ``SpecialPosition.NO_CHUNK``: the
         value has all own rows.
         """
-        if chunk >= 0:
-            table = self._tables[stage, vertex_type, False]
-            return [(rank, slice(*rows[chunk].tolist())) for rank, rows in table]
         is_probe = chunk == SpecialPosition.PROBE
-        table = self._tables[stage, vertex_type, is_probe]
-        counts = self._counts[vertex_type, is_probe]
-        first = np.concatenate([[0], np.cumsum(counts)])
+        table = self._table(stage, vertex_type, is_probe)
+        if chunk >= 0:
+            return [(rank, slice(*rows[chunk].tolist())) for rank, rows in table]
+        bounds = self.plan.split.bounds
+        if bounds[stage] == bounds[self.plan.placement.stage(self.rank)]:
+            return [(table[0][0], slice(0, self.num_rows(chunk, vertex_type)))]
+        first = np.concatenate([[0], np.cumsum(self._counts(vertex_type, is_probe))])
         found = []
         for rank, rows in table:
             runs = rows + first[:-1, None]
@@ -61,41 +70,39 @@ class RowLinks:
     def num_rows(self, chunk: int, vertex_type: str) -> int:
         """Return the rows of a value on this rank; ``chunk`` as in ``pieces``."""
         if chunk >= 0:
-            return int(self._counts[vertex_type, False][chunk])
+            return int(self._counts(vertex_type, False)[chunk])
         is_probe = chunk == SpecialPosition.PROBE
-        return int(self._counts[vertex_type, is_probe].sum()) * (1 + is_probe)
+        return int(self._counts(vertex_type, is_probe).sum()) * (1 + is_probe)
 
-    @cached_property
-    def _masks(self) -> dict[tuple[str, bool], BoolArray]:
-        """Rows by vertex type; and those of them that are probe vertices."""
-        is_probe = np.zeros(len(self.chunkings[0].perm), dtype=bool)
-        is_probe[self.probes] = True
-        return {
-            (name, only_probes): rows & is_probe if only_probes else rows
-            for name, rows in self.row_types.items()
-            for only_probes in (False, True)
-        }
-
-    @cached_property
-    def _counts(self) -> dict[tuple[str, bool], npt.NDArray[np.int64]]:
-        """Own rows of each chunk, [K]."""
-        stage, shard = self.plan.placement.place(self.rank)
-        own = self.chunkings[stage]
-        rows = {key: common_rows(own, shard, own, shard, mask) for key, mask in self._masks.items()}
-        return {key: both[:, 1] - both[:, 0] for key, both in rows.items()}
-
-    @cached_property
-    def _tables(self) -> dict[tuple[int, str, bool], list[tuple[int, npt.NDArray[np.int64]]]]:
-        """Ranks of each stage with their first row and end in each chunk, [K, 2]."""
-        placement, own = self.plan.placement, self.chunkings
-        mine, shard = placement.place(self.rank)
-        return {
-            (stage, *key): [
-                (placement.rank(stage, j), common_rows(own[mine], shard, own[stage], j, mask))
+    def _table(
+        self, stage: int, vertex_type: str, only_probes: bool
+    ) -> list[tuple[int, npt.NDArray[np.int64]]]:
+        key = stage, vertex_type, only_probes
+        if key not in self._tables:
+            placement, rows = self.plan.placement, self._rows(vertex_type, only_probes)
+            mine, shard = placement.place(self.rank)
+            own, other = self.chunkings[mine], self.chunkings[stage]
+            self._tables[key] = [
+                (placement.rank(stage, j), common_rows(own, shard, other, j, rows))
                 for i, j in self.plan.split.overlaps(mine, stage)
                 if i == shard
             ]
-            for stage in range(placement.num_stages)
-            if stage != mine
-            for key, mask in self._masks.items()
-        }
+        return self._tables[key]
+
+    def _counts(self, vertex_type: str, only_probes: bool) -> npt.NDArray[np.int64]:
+        key = vertex_type, only_probes
+        if key not in self._row_counts:
+            stage, shard = self.plan.placement.place(self.rank)
+            own = self.chunkings[stage]
+            both = common_rows(own, shard, own, shard, self._rows(*key))
+            self._row_counts[key] = both[:, 1] - both[:, 0]
+        return self._row_counts[key]
+
+    def _rows(self, vertex_type: str, only_probes: bool) -> BoolArray:
+        """Rows [N] of a vertex type, or those of them that are probe vertices."""
+        rows = self.row_types[vertex_type]
+        if not only_probes:
+            return rows
+        is_probe = np.zeros(len(rows), dtype=bool)
+        is_probe[self.probes] = True
+        return rows & is_probe
