@@ -169,7 +169,7 @@ def report() -> None:
         "once, two to a core; in a chain they rarely do, so that its time is predicted too long. "
         "The chain has a quarter of the layers of every branch in each stage. The DAG has a "
         "branch, or half of one, in each stage. Predicted: by the short profile that each run "
-        "takes. Both plans end with the same loss in exact runs.",
+        "takes.",
         "",
         "| branches x layers | program | Mbit/s | chain, s | DAG, s | gain measured | gain "
         "predicted | bytes, chain / DAG |",
