@@ -147,6 +147,7 @@ def kept_in_plain_pyg(depth):
     return found
 
 
+@pytest.mark.slow
 def test_numbers_that_a_block_keeps(monkeypatch):
     """As in docs/how-to/reduce-memory.md; by block of width H and row."""
     of_plain = [kept_in_plain_pyg(depth) for depth in (2, 4)]

@@ -18,6 +18,9 @@ from gnnpipe.plan import Plan, StageDag, StagePlan
 from gnnpipe.planner import GivenPlan
 from gnnpipe.run.resume import resumed_config
 
+# Not found by conftest.py behind hypothesis' decorator: these tests start several ranks.
+pytestmark = pytest.mark.slow
+
 FEATURES, HIDDEN, CLASSES, EPOCHS = 7, 6, 3, 3
 
 
