@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from types import TracebackType
 from typing import IO
@@ -145,6 +146,19 @@ class Hosts:
             stderr=errors,
             text=True,
         )
+
+    def run(self, command: list[str], more: Mapping[str, str], port: int) -> None:
+        """Runs a command on every host; ends the script with the errors if one fails."""
+        with tempfile.TemporaryFile("w+") as errors:
+            ranks = [self.start(i, command, more, port, errors) for i in range(self.count)]
+            try:
+                codes = [rank.wait(600) for rank in ranks]
+            finally:
+                for rank in ranks:
+                    rank.kill()
+            if any(codes):
+                errors.seek(0)
+                raise SystemExit(f"{command}: {codes}\n{errors.read()[-2000:]}")
 
     def sent_bytes(self, host: int) -> int:
         """What left the host since it is up, headers and all."""

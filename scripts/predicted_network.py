@@ -90,19 +90,7 @@ def gnnpipe(hosts: Hosts, command_name: str, *words: str) -> None:
         "--quiet",
         *words,
     ]
-    with tempfile.TemporaryFile("w+") as errors:
-        ranks = [
-            hosts.start(i, command, {"PYTHONPATH": str(ROOT)}, PORT, errors)
-            for i in range(hosts.count)
-        ]
-        try:
-            codes = [rank.wait(600) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            errors.seek(0)
-            raise SystemExit(f"gnnpipe {command_name} {words}: {codes}\n{errors.read()[-2000:]}")
+    hosts.run(command, {"PYTHONPATH": str(ROOT)}, PORT)
 
 
 def one(hosts: Hosts, shape: tuple[int, int, int], profile: Path, place: Path) -> Row:

@@ -107,18 +107,7 @@ def train(hosts: Hosts, words: list[str], plan: Plan, folder: Path) -> Row:
     out = folder / "run"
     command = [sys.executable, "-m", "gnnpipe", "train", *words]
     command += ["--plan", str(file), "--out", str(out)]
-    with tempfile.TemporaryFile("w+") as errors:
-        ranks = [
-            hosts.start(i, command, {"PYTHONPATH": str(ROOT)}, PORT, errors) for i in range(RANKS)
-        ]
-        try:
-            codes = [rank.wait(600) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            errors.seek(0)
-            raise SystemExit(f"{words}: {codes}\n{errors.read()[-2000:]}")
+    hosts.run(command, {"PYTHONPATH": str(ROOT)}, PORT)
     result = json.loads((out / "result.json").read_text(encoding="utf-8"))
     return {
         "measured_s": result["epoch_time_s"],
