@@ -71,6 +71,7 @@ RUNS = [
 @pytest.mark.filterwarnings("ignore:model. .* over all vertices")
 @pytest.mark.filterwarnings("ignore:--label-inputs .*. stale rows")
 @pytest.mark.parametrize(("script", "flags"), RUNS)
+@pytest.mark.slow
 def test_a_script_trains_on_ogbs_files(script, flags, tmp_path, capsys):
     write_ogb(tmp_path, script)
     parser = importlib.import_module(f"ogbn_{script}").parser()
@@ -192,6 +193,7 @@ def marked(recipe):
 
 @pytest.mark.filterwarnings("ignore:model. .* over all vertices")
 @pytest.mark.parametrize("recipe", [marked(recipe) for recipe in ogb_recipes.RECIPES])
+@pytest.mark.slow
 def test_a_recipe_trains_as_in_plain_pyg(recipe):
     truth = pytest.approx(truth_of(recipe.name), rel=1e-9)
     assert losses_of(recipe.name, (1, 1, 1)) == (truth, "")

@@ -97,6 +97,7 @@ def test_the_same_ops_and_plans(name):
 @pytest.mark.filterwarnings("ignore:model. Assorted sums over all vertices")
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_the_same_losses_to_the_bit_with_dropout(name, chunks):
     found, states = [], []
     for writing in WRITINGS:
