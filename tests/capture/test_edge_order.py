@@ -144,6 +144,10 @@ WAYS = {
     "numbers": lambda edges: edges[:, torch.arange(edges.size(1) // 2)],
     "mask": lambda edges: edges[:, torch.arange(edges.size(1)) < FIRST],
     "rows": lambda edges: torch.stack([row.chunk(3)[0] for row in edges.chunk(2)]),
+    "one edge": lambda edges: torch.cat([edges, edges[:, 5].unsqueeze(1)], 1),
+    "one number": lambda edges: torch.cat(
+        [edges, torch.stack([edges[0][5], edges[1][5]])[:, None]], 1
+    ),
     "one row": lambda edges: torch.stack([edges[0].split(FIRST)[0], edges[1][:FIRST]]),
 }
 
@@ -171,6 +175,9 @@ def test_a_selection_by_position_is_that_of_plain_pyg(way):
 
 OTHER_WAYS = {
     "rows": lambda edges: torch.stack(edges.split(1)).squeeze(1),
+    "columns": lambda edges: torch.stack(
+        [torch.stack([edges[0], edges[1]], 1)[:, i] for i in (0, 1)]
+    ),
     "by the edges": lambda edges: edges.index_select(1, (edges[0] > edges[1]).nonzero()[:, 0]),
     "sorted": lambda edges: edges[:, edges[1].argsort(stable=True)],
     "at random": lambda edges: edges[:, torch.randperm(edges.size(1))[: edges.size(1) // 2]],

@@ -95,11 +95,16 @@ def _index_of_edges(of: fx.Node, index: object, kind: Kind) -> object:
     """The part of an index that counts edges: in [2, E] the second, in [E, ...] the first."""
     parts = index if isinstance(index, tuple) else (index,)
     if kind is Kind.EDGE_DATA:
-        return parts[0]
-    if len(parts) > 1:
-        return parts[-1]
-    is_row = isinstance(index, int) or (isinstance(index, slice) and index.stop in (1, 2))
-    return slice(None) if is_row or _is_list(of) else index
+        found = parts[0]
+    elif len(parts) > 1:
+        found = parts[-1]
+    else:
+        is_row = isinstance(index, int) or (isinstance(index, slice) and index.stop in (1, 2))
+        is_of_rows = not _is_row(of) and (is_row or _is_list(of))
+        found = slice(None) if is_of_rows else index
+    # A number may also choose a column, or an element of a tuple.
+    is_known = is_input(of, *EDGE_DATA) or _is_list(of) or _is_row(of)
+    return slice(None) if isinstance(found, int) and not is_known else found
 
 
 def _dimension(call: fx.Node, name: str) -> object:
@@ -127,11 +132,19 @@ def _is_list(call: fx.Node) -> bool:
     return is_input(call, EDGES)
 
 
+def _is_row(call: fx.Node) -> bool:
+    """Whether a value is known to be the sources or the targets of a list of edges, [E]."""
+    if call.target is not operator.getitem:
+        return False
+    of, index = call.args
+    return isinstance(of, fx.Node) and isinstance(index, int) and _is_list(of)
+
+
 def _is_by_position(index: object) -> bool:
     """Whether an index is the same for every list of so many edges."""
     if isinstance(index, fx.Node):
         return not any(one.op == "placeholder" or _name(one) in _RANDOM for one in _sources(index))
-    return isinstance(index, list | slice) and index != slice(None)
+    return isinstance(index, int | list | slice) and index != slice(None)
 
 
 def _sources(call: fx.Node) -> set[fx.Node]:
