@@ -9,7 +9,7 @@ first partitioned into chunks, and each chunk then into shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -354,30 +354,39 @@ def _shard_of_vertex(
 ) -> Parts:
     """The shard of each vertex, [N] in [0, G); one cut of every chunk after another."""
     shard = np.zeros(len(chunk), dtype=np.int32)
-    levels = (*request.levels, tuple(range(request.shards + 1)))
-    regions = [(0, request.shards)]
-    for level, bounds in enumerate(levels):
-        finer: list[tuple[int, int]] = []
-        for start, stop in regions:
-            inner = [bound for bound in bounds if start < bound < stop]
-            runs = list(pairwise([start, *inner, stop]))
-            finer += runs
-            if inner:
-                members = np.flatnonzero(shard == start)
-                cut = _Cut(whole, chunk, members, runs, request, partition)
-                report = partial(_report_part, whole, request, partition, level / len(levels))
-                found = cut.shards(report)
-                shard[members] = found
-        regions = finer
+    divided = list(_divided_regions(request))
+    for i, runs in enumerate(divided):
+        start = runs[0][0]
+        members = np.flatnonzero(shard == start)
+        cut = _Cut(whole, chunk, members, runs, request, partition)
+        report = partial(_report_cut, whole, request, partition, i / len(divided), len(divided))
+        shard[members] = cut.shards(report)
     return shard
 
 
-def _report_part(
-    whole: PartitionTask, request: _Request, partition: Partitioner, before: float, done: int
+def _divided_regions(request: _Request) -> Iterator[list[tuple[int, int]]]:
+    """Yield the runs (first part, end) of every region that is divided, level by level."""
+    regions = [(0, request.shards)]
+    for bounds in (*request.levels, tuple(range(request.shards + 1))):
+        finer: list[tuple[int, int]] = []
+        for start, stop in regions:
+            runs = list(pairwise([start, *(b for b in bounds if start < b < stop), stop]))
+            finer += runs
+            if len(runs) > 1:
+                yield runs
+        regions = finer
+
+
+def _report_cut(
+    whole: PartitionTask,
+    request: _Request,
+    partition: Partitioner,
+    before: float,
+    cuts: int,
+    done: int,
 ) -> None:
-    """Report the cut of chunk ``done`` at a level; ``before``: the part that other levels took."""
-    share = done / (1 + len(request.levels))
-    _report_left(whole, request, partition, before * request.chunks + share)
+    """Report that one of ``cuts`` regions is divided in ``done`` chunks; ``before``: part done."""
+    _report_left(whole, request, partition, before * request.chunks + done / cuts)
 
 
 class _Cut:

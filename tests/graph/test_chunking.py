@@ -320,7 +320,14 @@ def test_a_partitioner_that_answers_wrongly_is_named(wrong, words, monkeypatch):
         make(graph, 3, 1, "own")
 
 
-@pytest.mark.parametrize("change", [{}, {"shards": 2}, {"chunks": 1, "order": "metis"}], ids=str)
+COARSER = ShardShares((0.25,) * 4, ((0, 2, 4),))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"shards": 2}, {"chunks": 1, "order": "metis"}, {"shards": 4, "shares": COARSER}],
+    ids=["chunks", "shards", "order", "levels"],
+)
 def test_what_metis_has_to_do_is_reported(change, monkeypatch):
     reported = []
 
