@@ -95,6 +95,7 @@ class MemorySettings:
     snapshot: bool
     """Stale rows come from a snapshot, a second table."""
     recompute: bool
+    """In all stages; a plan may also say so for some stages (``StagePlan.recompute``)."""
     is_exact: bool
     """The program has no stale reads."""
     number_bytes: int
@@ -142,6 +143,11 @@ class RankMemory:
     def plan(self) -> Plan:
         """The plan."""
         return self.dag.plan
+
+    @property
+    def recompute(self) -> bool:
+        """Only inputs of steps are kept until backward."""
+        return self.settings.recompute or self.plan.stages[self.stage].recompute
 
     @cached_property
     def ops(self) -> Sequence[Op]:
@@ -372,7 +378,7 @@ class RankMemory:
         in_tables, found = self._kept_in_tables(), {}
         for op in self.ops:
             rows = self.sizes.own_rows[op.vertex_type]
-            kept = self.sizes.loss_rows.kept_numbers(op, rows, self.settings.recompute)
+            kept = self.sizes.loss_rows.kept_numbers(op, rows, self.recompute)
             found[op.name] = kept - in_tables[op.name]
         return found
 
@@ -389,13 +395,13 @@ class RankMemory:
                 found[op.name] += op.push_width * rows
             # With --recompute only inputs of a step are kept; for loss rows these are copies.
             is_held = op.holds_pushed and op.name not in sizes.loss_rows.ops
-            if op.push_maker in found and (is_held or not self.settings.recompute):
+            if op.push_maker in found and (is_held or not self.recompute):
                 found[op.push_maker] += op.push_width * own[op.pushed_type]
         return found
 
     def _copies(self) -> int:
         """Numbers kept per edge, for copied rows and for values of other stages; minus spared."""
-        sizes, recompute, found = self.sizes, self.settings.recompute, 0
+        sizes, recompute, found = self.sizes, self.recompute, 0
         for op in self.ops:
             own = sizes.own_rows[op.vertex_type]
             if op.name in self.precomputed:
@@ -430,7 +436,7 @@ class RankMemory:
         for op in reversed(self.ops):
             made = op.passing_per_row * sizes.loss_rows.rows_of(op.name, n)
             # Gradients of the numbers kept per edge; with --recompute also these numbers.
-            made += op.kept_per_edge * self.entries * (1 + self.settings.recompute)
+            made += op.kept_per_edge * self.entries * (1 + self.recompute)
             most = max(most, made // chunks - freed)
             freed += kept[op.name] // chunks
         return of_loss + most

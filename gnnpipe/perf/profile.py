@@ -14,7 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, fields, is_dataclass
+from dataclasses import asdict, astuple, dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
@@ -74,6 +74,19 @@ class OpTimes:
     """Per stale row."""
     relative_error: float
     """Mean |fitted - measured| over mean measured, of the steps that contain the op; 0 by hand."""
+
+    def recomputing(self, is_linear: bool) -> OpTimes:
+        """Return the times of an op that keeps only its inputs and runs again in backward.
+
+        ``is_linear``: the aggregation is a product with a matrix, whose result is an input that is
+        kept; other convolutions aggregate again.
+        """
+        again = replace(self.forward_after, per_edge_s=0.0) if is_linear else self.forward_after
+        return replace(
+            self,
+            backward_before=self.backward_before + self.forward_before,
+            backward_after=self.backward_after + again,
+        )
 
 
 @dataclass(frozen=True)

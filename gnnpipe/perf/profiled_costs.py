@@ -71,7 +71,8 @@ class ProfiledCosts:
         self._number_bytes, self._row_bytes = number_bytes, row_bytes
         self._profile, self._compute = profile, profile.compute_of(ranks_at_once)
         self._cluster = cluster
-        self._ops = [self._times_of(op) for op in model.ops]
+        recomputed = {op for stage in plan.stages if stage.recompute for op in stage.ops}
+        self._ops = [self._times_of(op, i in recomputed) for i, op in enumerate(model.ops)]
         self._parts = [
             step_parts(model, stage.ops, of_stage.precomputed)
             for stage, of_stage in zip(plan.stages, sizes.stages, strict=True)
@@ -95,7 +96,7 @@ class ProfiledCosts:
                 self._link("exchange")
                 self._link("shard_sum")
 
-    def _times_of(self, op: Op) -> OpTimes:
+    def _times_of(self, op: Op, is_recomputed: bool) -> OpTimes:
         kind, known = op_kind(op), self._compute.ops
         if kind not in known:
             advice = (
@@ -110,6 +111,9 @@ class ProfiledCosts:
                 f"--profile: has no {self.model.unit} like {op.name} ({kind}), "
                 f"{_nearest(kind, known)}; {advice}"
             )
+        # A profile that was taken with --recompute has the times of recomputation in it.
+        if is_recomputed and not self._profile.recompute:
+            return known[kind].recomputing(op.is_linear)
         return known[kind]
 
     def _link(self, name: str) -> LinkTimes:

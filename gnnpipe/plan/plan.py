@@ -110,6 +110,11 @@ class StagePlan:
     The work of a vertex is 50 + its degree (``graph.partition.vertex_work``): a shard of vertices
     of high degree gets fewer rows.
     """
+    recompute: bool = False
+    """The stage keeps only the inputs of its steps until backward, and computes the rest again.
+
+    As ``--recompute``, but in this stage alone: less memory, more time, identical results.
+    """
 
     @classmethod
     def even(cls, ops: tuple[int, ...], ranks: tuple[int, ...]) -> StagePlan:
@@ -190,6 +195,11 @@ class Plan:
         return max(stage.shards for stage in self.stages)
 
     @property
+    def recomputes(self) -> bool:
+        """Some stage computes again in backward what it does not keep."""
+        return any(stage.recompute for stage in self.stages)
+
+    @property
     def shards_text(self) -> str:
         """The number of shards of the stages."""
         return shards_text([stage.shards for stage in self.stages])
@@ -239,6 +249,8 @@ def shards_text(by_stage: Sequence[int]) -> str:
 
 def _stage(data: Any) -> StagePlan:
     wholes = {name: tuple(map(_whole, data[name])) for name in ("ops", "ranks")}
+    if type(data.get("recompute", False)) is not bool:
+        raise TypeError(f"recompute {data['recompute']!r} is neither true nor false")
     return StagePlan(**{**data, **wholes, "shares": tuple(map(float, data["shares"]))})
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -33,6 +33,9 @@ from gnnpipe.schedule import EXACT_SCHEDULE
 SIMULATED = 3
 """Candidates that are simulated at most."""
 
+RECOMPUTE_ROUNDS = 4
+"""How often the stages that recompute are chosen anew after a cut."""
+
 MARGIN = 1.1
 """The third is simulated only if its closed form is less than this factor over the best time."""
 
@@ -51,18 +54,22 @@ def find_plan(space: SearchSpace) -> FoundPlan:
     for shape in shapes:
         if shape.least_s >= limit_s:
             break
-        candidate = shape.planned()
-        if candidate.closed_form_s >= limit_s:
+        first = shape.planned()
+        if first.closed_form_s >= limit_s:
             continue
-        if candidate.excess(space.device_bytes) > 1:
+        candidate = fitted(first, shape.planned, space)
+        if candidate.stages_over(space.device_bytes):
             refused.append(candidate)
+            continue
+        if candidate.closed_form_s >= limit_s:
             continue
         known = fitting.get(candidate.kind, candidate)
         fitting[candidate.kind] = min(known, candidate, key=lambda c: c.closed_form_s)
         if len(fitting) >= SIMULATED:
             limit_s = sorted(c.closed_form_s for c in fitting.values())[SIMULATED - 1]
-    for candidate in _dag_candidates(space, list(fitting.values())):
-        if candidate.excess(space.device_bytes) <= 1:
+    for planned in _dag_candidates(space, list(fitting.values())):
+        candidate = fitted(planned, planned.recomputing, space)
+        if not candidate.stages_over(space.device_bytes):
             known = fitting.get(candidate.kind, candidate)
             fitting[candidate.kind] = min(known, candidate, key=lambda c: c.closed_form_s)
     if not fitting:
@@ -83,7 +90,26 @@ def find_plan(space: SearchSpace) -> FoundPlan:
 
 def every_candidate(space: SearchSpace) -> Iterator[Candidate]:
     """Yield all chains of stages of the search, for comparison with its result."""
-    return (shape.planned() for shape in _shapes(space))
+    return (fitted(shape.planned(), shape.planned, space) for shape in _shapes(space))
+
+
+def fitted(
+    candidate: Candidate, planned: Callable[[Collection[int]], Candidate], space: SearchSpace
+) -> Candidate:
+    """Return the candidate, or one that recomputes in the stages that do not fit otherwise.
+
+    ``planned``: returns the candidate for given stages that recompute. If no choice of stages fits,
+    the result does not fit either.
+    """
+    chosen: frozenset[int] = frozenset()
+    for _ in range(RECOMPUTE_ROUNDS if space.can_recompute else 0):
+        over = candidate.stages_over(space.device_bytes)
+        if over <= chosen:
+            break
+        # Stages that recompute are slower, so that the ops may be cut differently.
+        chosen |= over
+        candidate = planned(chosen)
+    return candidate.without_needless_recomputation(space.device_bytes)
 
 
 def _nothing_fits(space: SearchSpace, refused: Sequence[Candidate]) -> InputError:
@@ -100,11 +126,10 @@ def _nothing_fits(space: SearchSpace, refused: Sequence[Candidate]) -> InputErro
         )
     ]
     _, rank, size, limit = max(needs)
-    hint = "a smaller --hidden" if space.workload.memory.recompute else "--recompute"
     return InputError(
         f"--plan auto: no plan fits into memory; the nearest, {nearest.name}, needs "
         f"{human_bytes(size)} (estimated) on rank {rank}, whose device has {human_bytes(limit)}; "
-        f"try {hint} or more devices"
+        "try a smaller --hidden or more devices"
     )
 
 
@@ -133,19 +158,23 @@ class _Shape:
         """The stages, without their ops."""
         return [StagePlan((0,), *slot) for slot in self.slots]
 
-    def planned(self) -> Candidate:
-        """Return the candidate whose stages are runs of consecutive ops."""
+    def planned(self, recomputing: Collection[int] = ()) -> Candidate:
+        """Return the candidate whose stages are runs of consecutive ops.
+
+        ``recomputing``: the stages that recompute.
+        """
         form, work = self.form, self.form.workload
-        sums = {group: np.add(*form.prefixes(group)) for group in map(form.group, self.stages)}
-        prefixes = [sums[form.group(part)] for part in self.stages]
+        parts = [replace(part, recompute=i in recomputing) for i, part in enumerate(self.stages)]
+        groups = [form.group(part) for part in parts]
+        sums = {group: np.add(*form.prefixes(group)) for group in groups}
+        prefixes = [sums[group] for group in groups]
         hops = [0.0] * len(work.cuts)
         if len(prefixes) > 1:
-            fewest = min(stage.shards for stage in self.stages)
+            fewest = min(stage.shards for stage in parts)
             hops = [2 * form.message_s(work.crossing[cut], fewest) for cut in work.cuts]
         runs = cut_chain(prefixes, work.cuts, hops, 1 if form.is_exact else form.chunks)
         stages = (
-            replace(part, ops=tuple(range(*run)))
-            for run, part in zip(runs, self.stages, strict=True)
+            replace(part, ops=tuple(range(*run))) for run, part in zip(runs, parts, strict=True)
         )
         is_layered = form.is_exact and form.chunks > 1
         schedule = EXACT_SCHEDULE if is_layered else "fill-drain"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -45,6 +45,8 @@ class SearchSpace:
     """Largest K of any schedule; 1 for a model that cannot be divided."""
     exact_share: float = 0.0
     """Share of the epochs of a stale plan that are exact."""
+    can_recompute: bool = True
+    """Stages that do not fit otherwise may recompute."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Candidate:
         """The shape as text, with the depth if stages run side by side."""
         stages, shards, chunks, schedule = self.shape
         depth = f", depth {self.dag.depth}" if self.dag.depth < stages else ""
-        return f"{stages} x {shards} x {chunks} ({schedule}{depth})"
+        recompute = ", recompute" if self.plan.recomputes else ""
+        return f"{stages} x {shards} x {chunks} ({schedule}{depth}{recompute})"
 
     @cached_property
     def closed_form_s(self) -> float:
@@ -123,10 +126,39 @@ class Candidate:
         """Estimate of every rank."""
         found = [0] * self.plan.num_ranks
         for stage in self.plan.stages:
-            for rank, share in zip(stage.ranks, stage.shares, strict=True):
-                shards = len(stage.ranks)
-                found[rank] = self.form.shard_memory_bytes(stage.ops, shards, share)
+            for rank, size in zip(stage.ranks, self._stage_bytes(stage), strict=True):
+                found[rank] = size
         return found
+
+    def _stage_bytes(self, stage: StagePlan) -> list[int]:
+        shards, size_of = len(stage.ranks), self.form.shard_memory_bytes
+        return [size_of(stage.ops, shards, s, recompute=stage.recompute) for s in stage.shares]
+
+    def stages_over(self, device_bytes: Sequence[int]) -> frozenset[int]:
+        """Return the stages with a rank that needs more memory than its device has."""
+        return frozenset(
+            i
+            for i, s in enumerate(self.plan.stages)
+            if device_bytes and self._is_over(s, device_bytes)
+        )
+
+    def _is_over(self, stage: StagePlan, device_bytes: Sequence[int]) -> bool:
+        pairs = zip(stage.ranks, self._stage_bytes(stage), strict=True)
+        return any(size > device_bytes[self.devices[rank]] for rank, size in pairs)
+
+    def recomputing(self, stages: Collection[int]) -> Candidate:
+        """Return the same plan with recomputation in these stages and in no other."""
+        parts = tuple(
+            replace(stage, recompute=i in stages) for i, stage in enumerate(self.plan.stages)
+        )
+        plan = replace(self.plan, stages=parts)
+        return replace(self, plan=plan, dag=StageDag.of(plan, self.form.model))
+
+    def without_needless_recomputation(self, device_bytes: Sequence[int]) -> Candidate:
+        """Return the same plan, in which stages that fit without recomputation do not recompute."""
+        chosen = {i for i, stage in enumerate(self.plan.stages) if stage.recompute}
+        needed = chosen & self.recomputing(()).stages_over(device_bytes)
+        return self if needed == chosen else self.recomputing(needed)
 
     def excess(self, device_bytes: Sequence[int]) -> float:
         """Return the largest quotient of a rank's memory and its device's; 0 without limits."""
@@ -176,6 +208,10 @@ class FoundPlan:
             yield f"devices of the cluster by rank: {numbers}"
         if any(len(set(stage.shares)) > 1 for stage in plan.stages):
             yield f"shares of the rows: {_shares_text(plan)}"
+        if plan.recomputes:
+            stages = [str(i) for i, stage in enumerate(plan.stages) if stage.recompute]
+            numbers = ", ".join(stages[:SHOWN_RANKS]) + ", ..." * (len(stages) > SHOWN_RANKS)
+            yield f"recomputation, without which these stages do not fit into memory: {numbers}"
         usual_s, mean_s = best.timeline.makespan_s, best.simulated_s
         exact = "" if usual_s == mean_s else f", {mean_s:.4g} s on average with its exact epochs"
         yield f"predicted: {usual_s:.4g} s an epoch{exact}"

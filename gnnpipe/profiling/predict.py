@@ -175,7 +175,7 @@ def costs_of(
 
     ``InputError`` if the profile was taken with other settings, or lacks an op or a link.
     """
-    check_profile(config, profile, ranks_at_once, has_forecasts)
+    check_profile(config, profile, ranks_at_once, has_forecasts, dag.plan.recomputes)
     return ProfiledCosts(
         profile,
         dag,
@@ -189,12 +189,19 @@ def costs_of(
 
 
 def check_profile(
-    config: TrainConfig, profile: Profile, ranks_per_machine: int, has_forecasts: bool
+    config: TrainConfig,
+    profile: Profile,
+    ranks_per_machine: int,
+    has_forecasts: bool,
+    plan_recomputes: bool = False,
 ) -> None:
-    """``InputError`` if the profile was taken with other settings than the run's."""
+    """``InputError`` if the profile was taken with other settings than the run's.
+
+    ``plan_recomputes``: some stage of the plan recomputes, without ``--recompute``.
+    """
     for name in ("dtype", "comm_dtype", "matmul_dtype", "kernel", "recompute"):
         wanted, found = getattr(config, name), getattr(profile, name)
-        if wanted != found:
+        if wanted != found and not (name == "recompute" and plan_recomputes):
             raise InputError(
                 f"--profile: {name}: was taken with {found}, not {wanted}; take one with "
                 f"{flag(name)} as in the run"

@@ -179,7 +179,10 @@ def take_short_profile(
     # The steps contain what shards read from tables for one another.
     compute = _fitted_times(fit_costs(samples), ranks_at_once, boundary_per_number_s=0.0)
     note = "short, before the run"
-    return _profile(prepared.config, mesh, platform.node(), note, [compute], links)
+    config = prepared.config
+    recompute = config.recompute or prepared.plan.recomputes
+    measured = replace(config, recompute=recompute)
+    return _profile(measured, mesh, platform.node(), note, [compute], links)
 
 
 def take_planning_profile(

@@ -194,6 +194,7 @@ def search_space(
         max_stale_chunks=1 if staleness.is_exact else MAX_CHUNKS,
         max_chunks=1 if is_whole else MAX_CHUNKS,
         exact_share=share,
+        can_recompute=not (is_whole or config.recompute),
     )
 
 

@@ -60,6 +60,10 @@ def head_lines(prepared: Prepared) -> list[str]:
     if prepared.dag.depth < plan.num_stages:
         ways = ", ".join(f"{t.source} -> {t.target}" for t in prepared.dag.transfers)
         lines.append(f"stages form a DAG of depth {prepared.dag.depth}: {ways}")
+    if plan.recomputes and not config.recompute:
+        chosen = [str(i) for i, stage in enumerate(plan.stages) if stage.recompute]
+        many = "stages" if len(chosen) > 1 else "stage"
+        lines.append(f"recomputation, to fit into memory: {many} {', '.join(chosen)}")
     if plan.collectives != DEFAULT_COLLECTIVES:
         used = plan.collectives
         lines.append(f"collectives: row exchange {used.row_exchange}, sum {used.shard_sum}")

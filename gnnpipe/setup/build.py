@@ -163,7 +163,7 @@ class _RankBuilder:
             self._make_rows(own, pointers, self._reads_features()),
             lambda a, is_training: self._open_history(a, specs, operators, is_training),
             criterion if self._is_last else None,
-            config.recompute,
+            prepared.recomputes(mesh.stage),
             precomputed,
             loss_rows,
         )
@@ -285,7 +285,7 @@ class _RankBuilder:
         prepared, mesh, config = self._prepared, self._mesh, self._prepared.config
         is_alone = mesh.device.type == "cuda" and prepared.plan.chunks == mesh.world_size == 1
         # With recomputation, backward draws dropout masks again.
-        draws_in_backward = config.recompute and config.dropout > 0
+        draws_in_backward = prepared.recomputes(mesh.stage) and config.dropout > 0
         return (
             is_alone
             and not mesh.recorder.is_on  # a profile times single steps
@@ -343,7 +343,7 @@ class _RankBuilder:
             if table.label_columns is not None:
                 self._add_label_table(table.label_columns, own, keys)
         # Stored masks take a byte per number; recomputed masks are equal.
-        is_stored = pointer is not None and not prepared.config.recompute
+        is_stored = pointer is not None and not prepared.recomputes(self._mesh.stage)
         masks = KeptMasks(keys) if is_stored else None
         ends = [0, len(own)] if pointer is None else pointer.tolist()
         return [

@@ -313,7 +313,7 @@ def _plan(inputs: _Inputs, planner: Planner) -> Plan:
             measurable,
         )
     )
-    if reason and plan.chunks > 1:
+    if reason and (plan.chunks > 1 or plan.recomputes):
         raise InputError(reason)
     return plan
 

@@ -112,6 +112,10 @@ class Prepared:
         """Settings of stale rows for the plan's number of chunks."""
         return self.config.staleness_settings_for(self.plan.chunks)
 
+    def recomputes(self, stage: int) -> bool:
+        """Whether a stage keeps only the inputs of its steps until backward."""
+        return self.config.recompute or self.plan.stages[stage].recompute
+
     @property
     def exact_epochs(self) -> int:
         """Number of exact epochs at the start of a run whose usual epochs have stale reads."""
