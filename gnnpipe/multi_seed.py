@@ -18,6 +18,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.output import say
+from gnnpipe.plan.cluster import Cluster
 from gnnpipe.run.folder import claim_folder, plain
 from gnnpipe.run.result import RunResult
 from gnnpipe.run.summary import score
@@ -96,13 +97,14 @@ def fit_seeds(
     world: World | None = None,
     make_model: Callable[[], nn.Module] | None = None,
     loss_fn: LossFn | None = None,
+    cluster: Cluster | None = None,
 ) -> SeedsResult:
     """Trains ``count`` times, with seeds ``config.seed``, ``config.seed`` + 1 and so on.
 
     The seed decides weights, dropout, chunk order, splits by percentages, link splits, and which of
     several given splits is used. Every run has a folder of its own below ``config.out``, which also
     holds the result as summary.json. ``make_model`` returns a new model for every run and is called
-    with torch seeded; ``loss_fn`` as for ``Trainer``.
+    with torch seeded; ``loss_fn`` and ``cluster`` as for ``Trainer``.
 
     Raises:
         InputError: ``count`` < 1, a model that was trained before, or an error of ``Trainer``.
@@ -135,7 +137,8 @@ def fit_seeds(
                 )
             made += model.parameters()
         run = replace(config, seed=seed, out=out)
-        results.append(Trainer(run, graph=graph, model=model, world=met, loss_fn=loss_fn).fit())
+        trainer = Trainer(run, graph, model, world=met, loss_fn=loss_fn, cluster=cluster)
+        results.append(trainer.fit())
         gc.collect()  # frees the tables, which are in a reference cycle, before the next run
         found = _summary(results, folder.path if folder else None)
         if found.path is not None:

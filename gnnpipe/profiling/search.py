@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
-from gnnpipe.machine import memory_bytes
 from gnnpipe.output import Step, say
 from gnnpipe.perf import CommVolume, Profile, closed_form_volume
 from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
 from gnnpipe.perf.workload import Workload
-from gnnpipe.plan import ModelGraph, Plan
+from gnnpipe.plan import ModelGraph, Placement, Plan
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import (
     FoundPlan,
@@ -31,9 +28,18 @@ from gnnpipe.planner import (
 )
 from gnnpipe.planner.auto import EXACT_AFTER_JUMPS
 from gnnpipe.planner.candidate import MAX_CHUNKS
+from gnnpipe.profiling.devices import (
+    RankSpeeds,
+    measure_cluster,
+    measure_speeds,
+    rank_memory_bytes,
+    relative_to_fastest,
+)
+from gnnpipe.profiling.links import BRIEF
 from gnnpipe.profiling.predict import check_profile, on_rank_0, read_profile
-from gnnpipe.profiling.profile import take_planning_profile
+from gnnpipe.profiling.profile import one_stage, take_planning_profile
 from gnnpipe.profiling.scenario import GraphShape, Scenario
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.memory_estimate import memory_settings
@@ -267,6 +273,8 @@ class RunPlanner:
     world: World
     say: Callable[[str], None]
     """Prints a line on rank 0."""
+    cluster: Cluster | None = None
+    """Devices and links by rank; None: measured."""
 
     def num_ranks(self, shape: Shape) -> int:
         """Returns the number of ranks of the world."""
@@ -276,14 +284,17 @@ class RunPlanner:
     def plan(self, request: PlanRequest) -> Plan:
         """Returns the fastest plan for these ranks; ``InputError`` on all ranks if none fits."""
         world, config = self.world, self.config
-        limits = world.gather(_rank_memory_bytes(world))
+        cluster = self._given_cluster()
+        limits = world.gather(rank_memory_bytes(world))
+        if cluster is not None:
+            limits = [device.memory_bytes for device in cluster.devices]
         if world.world_size == 1 and not config.profile:
             plain = self._found(request, Hardware(), limits, 1)
             if plain is not None and plain.best.excess(limits) <= 1:
                 self.say("plan: 1 stage, 1 shard, 1 chunk: the fastest on one device, and it fits")
                 return plain.plan
-        profile = self._profile(request)
-        hardware = Hardware(profile, None, None, world.world_size)
+        profile, cluster = self._measured(request, cluster)
+        hardware = Hardware(profile, None, cluster, world.world_size)
         if world.world_size > 1:
             request.halo(world.world_size, world.world_size)  # counted on all ranks
         found = on_rank_0(world, lambda: self._found(request, hardware, limits))
@@ -309,34 +320,54 @@ class RunPlanner:
                 return None
             raise
 
-    def _profile(self, request: PlanRequest) -> Profile:
+    def _given_cluster(self) -> Cluster | None:
+        """Returns rank 0's cluster on every rank; ``InputError`` if it has other ranks."""
+        cluster: Cluster | None = self.world.share(self.cluster)
+        if cluster is not None and len(cluster.devices) != self.world.world_size:
+            raise InputError(
+                f"--cluster: has {len(cluster.devices)} devices, and there are "
+                f"{self.world.world_size} ranks; give one device for each rank"
+            )
+        return cluster
+
+    def _measured(
+        self, request: PlanRequest, cluster: Cluster | None
+    ) -> tuple[Profile, Cluster | None]:
+        """Returns a profile, and the cluster: as given, or measured if speeds differ."""
         config, world = self.config, self.world
         if config.profile:
-            profile: Profile = world.share(on_rank_0(world, lambda: read_profile(config.profile)))
-            return profile
+            return world.share(on_rank_0(world, lambda: read_profile(config.profile))), cluster
         assert request.prepared_with is not None
+        num_ops = request.model.num_ops
+        mesh = Mesh.of(world, Placement.grid(1, world.world_size))
         with Step("measuring the model, to plan", config.quiet, world.rank == 0):
-            return take_planning_profile(
+            if cluster is not None:
+                cluster = relative_to_fastest(cluster)
+                speeds = RankSpeeds.of_cluster(cluster)
+            else:
+                speeds = measure_speeds(request.prepared_with(one_stage(num_ops)), mesh)
+            profile = take_planning_profile(
                 config,
-                world,
+                mesh,
                 sum(request.graph.num_vertices.values()),
-                request.model.num_ops,
+                num_ops,
                 request.prepared_with,
+                speeds.reference,
             )
+            if cluster is None and not speeds.are_equal:
+                cluster = measure_cluster(mesh, speeds, BRIEF)
+        if not speeds.are_equal:
+            self.say(speeds.line())
+        return profile, cluster
 
 
-def run_planner(config: TrainConfig, world: World, resumed: Path | None) -> Planner:
+def run_planner(
+    config: TrainConfig, world: World, resumed: Path | None, cluster: Cluster | None = None
+) -> Planner:
     """Returns a search, or the plan of the run in folder ``resumed`` if for as many ranks."""
     if resumed is not None and (resumed / "plan.json").exists():
         kept = GivenPlan.read(str(resumed / "plan.json"))
         if kept.given.num_ranks == world.world_size:
             return kept
     is_quiet = config.quiet or world.rank > 0
-    return RunPlanner(config, world, (lambda line: None) if is_quiet else say)
-
-
-def _rank_memory_bytes(world: World) -> int:
-    """Returns the memory of this rank's device; on CPUs the rank's part of the machine's."""
-    if world.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(world.device).total_memory)
-    return memory_bytes() // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    return RunPlanner(config, world, (lambda line: None) if is_quiet else say, cluster)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,6 @@ from gnnpipe.callbacks.callback import Callback, Callbacks
 from gnnpipe.callbacks.loggers import with_loggers
 from gnnpipe.checkpoint.retention import remove_unfinished
 from gnnpipe.config import TrainConfig
-from gnnpipe.data.load import configured_graph, unlabelled_graph
 from gnnpipe.errors import InputError, StoppedError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.heap import give_back
@@ -31,6 +30,7 @@ from gnnpipe.optim.optimizers import OptimizerChoice, check_optimizer
 from gnnpipe.output import say, warn
 from gnnpipe.perf import Trace, write_trace
 from gnnpipe.plan import Plan
+from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import GivenPlan, Planner
 from gnnpipe.profiling.links import receive_bandwidth
 from gnnpipe.profiling.predict import Predictor, check_profile_file
@@ -43,7 +43,7 @@ from gnnpipe.run.result import RunResult, TrainingRecord, gather_result
 from gnnpipe.run.resume import Start, find_start, identity_of, restarted, seconds_so_far
 from gnnpipe.run.signals import SIGINT, Stopping
 from gnnpipe.run.summary import head_lines, result_lines
-from gnnpipe.run.trained import TrainedRun, read_trained
+from gnnpipe.run.trained import read_trained
 from gnnpipe.runtime.comm.heartbeat import SILENCE_SHARE, Heartbeat
 from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -94,6 +94,7 @@ class Trainer:
         scheduler: SchedulerFactory | None = None,
         callbacks: Sequence[Callback] = (),
         resume: str | Path | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
         """Checks the arguments; nothing is read before ``fit``, ``plan`` or ``model`` is used.
 
@@ -121,6 +122,8 @@ class Trainer:
             callbacks: Run in this order; see ``Callback``.
             resume: Folder of a run to continue from its newest complete checkpoint; ``config`` is
                 then the result of ``resumed_config``.
+            cluster: The devices of the ranks and their links, for ``plan="auto"``; ``None``: both
+                are measured before the run.
 
         Raises:
             InputError: An argument has a wrong type or value. ``fit`` also raises ``InputError``,
@@ -132,6 +135,9 @@ class Trainer:
         self.config = config
         self._graph, self._model = given, model
         self._planner: Planner | None = None if plan is None else GivenPlan(plan)
+        if cluster is not None and (plan is not None or config.plan != AUTO):
+            raise InputError(f"--cluster: only used by --plan {AUTO}, which searches; leave it out")
+        self._cluster = cluster
         self._world, self._loss_fn = world, loss_fn
         self._optimizer, self._scheduler = optimizer, scheduler
         self._callbacks = Callbacks(with_loggers(config, callbacks))
@@ -178,7 +184,7 @@ class Trainer:
         is_bare = not trained.num_classes and config.task != "links"
         if "dataset" in settings or (graph is None and (layer or is_bare)):
             world = join_world(config)
-            graph = _read_together(world, partial(_read_for, trained, "dataset" not in settings))
+            graph = trained.read_graph(world, "dataset" not in settings)
         elif graph is not None:
             graph = trained.with_classes(graph)
         if graph is not None:
@@ -226,7 +232,7 @@ class Trainer:
         world = self._join()
         if self._planner is None and self.config.plan == AUTO:
             self._planner = run_planner(
-                self.config, world, resumed[0] if start and resumed else None
+                self.config, world, resumed[0] if start and resumed else None, self._cluster
             )
         if self._prepared is None:
             with _without_autocast(world):
@@ -539,25 +545,6 @@ class Trainer:
             for part in mesh.gather(mine if mesh.shard == 0 else {}):
                 model.load(part)
         return {name: t.detach().cpu() for name, t in model.module.state_dict().items()}
-
-
-def _read_for(trained: TrainedRun, has_labels: bool) -> Graph:
-    """Returns the graph that the run names, or another one without labels to predict for."""
-    if has_labels:
-        return configured_graph(trained.config, needs_labels=False)
-    return trained.with_classes(unlabelled_graph(trained.config, trained.num_classes))
-
-
-def _read_together(world: World, read: Callable[[], Graph]) -> Graph:
-    """Returns the graph that every rank reads; ``InputError`` on every rank if one cannot."""
-    graph, error = None, None
-    try:
-        graph = read()
-    except InputError as fault:
-        error = fault
-    world.agree(error)
-    assert graph is not None
-    return graph
 
 
 def _predicted(prepared: Prepared, rank_runtime: RankRuntime) -> list[Part]:
