@@ -112,7 +112,7 @@ def test_a_run_that_does_not_fit_recomputes_and_so_does_its_plan(tmp_path, monke
         return found(replace(space, device_bytes=[least - 1]))
 
     monkeypatch.setattr(search, "find_plan", limited)
-    monkeypatch.setattr(search, "_rank_memory_bytes", lambda world: 1)
+    monkeypatch.setattr(search, "rank_memory_bytes", lambda world: 1)
     trainer = Trainer(replace(config, plan="auto"), graph=graph)
     result = trainer.fit()
     assert limits
