@@ -169,8 +169,8 @@ class Settings:
         "same",
         "number type of embeddings that are sent or stored in history tables: same (as --dtype) or "
         "bf16 (half the bytes, 8 bits of precision; also used for edge weights and aggregated "
-        "rows)",
-        choices=("same", "bf16"),
+        "rows). auto: with --plan auto bf16 where it saves time, with a plan file as the file says",
+        choices=("same", "bf16", "auto"),
     )
     lr_schedule: str = _training(
         "constant",

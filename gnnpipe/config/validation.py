@@ -198,6 +198,10 @@ def _check_plan(config: Settings) -> None:
             f"{', '.join(given)}: no effect with --plan auto, which finds the shape; leave one of "
             "the two out"
         )
+    if config.comm_dtype == "auto" and config.plan == "uniform":
+        raise InputError(
+            "--comm-dtype auto: only --plan auto or a plan file decides on it; give same or bf16"
+        )
     if config.plan != "uniform" and given:
         raise InputError(
             f"{', '.join(given)}: no effect with --plan {config.plan!r}, whose file gives the "

@@ -43,6 +43,11 @@ class Workload:
     ranks_at_once: int = 1
     """Ranks that compute at once on one machine, as in the profile."""
 
+    @property
+    def comm_dtype(self) -> str:
+        """The number type of the rows as in ``--comm-dtype``."""
+        return "bf16" if self.memory.rounds_rows else "same"
+
     @cached_property
     def cuts(self) -> tuple[int, ...]:
         """Ops before which a stage may begin."""

@@ -138,12 +138,16 @@ class Plan:
     """Name of the schedule (see ``schedule.schedules``)."""
     collectives: Collectives = DEFAULT_COLLECTIVES
     """Collectives among the shards of every stage."""
+    comm_dtype: str = ""
+    """The ``--comm-dtype`` with which the plan was found, same or bf16; '': none in particular."""
 
     def __post_init__(self) -> None:
         self._check_ops()
         self._check_ranks()
         if self.chunks < 1:
             raise InputError(f"plan: chunks {self.chunks}: must be at least 1")
+        if self.comm_dtype not in ("", "same", "bf16"):
+            raise InputError(f"plan: comm_dtype {self.comm_dtype!r}: must be same or bf16")
 
     def _check_ops(self) -> None:
         if not self.stages or not all(stage.ops for stage in self.stages):

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
 from gnnpipe.errors import InputError
 from gnnpipe.perf.closed_form import ClosedForm
 from gnnpipe.perf.memory import human_bytes
+from gnnpipe.perf.workload import Workload
 from gnnpipe.plan import Plan, ShardSplit, StageDag, StagePlan
 from gnnpipe.planner.candidate import MAX_CHUNKS, Candidate, FoundPlan, SearchSpace
 from gnnpipe.planner.chain import cut_chain
@@ -78,6 +80,7 @@ def find_plan(space: SearchSpace) -> FoundPlan:
     for candidate in sorted(fitting.values(), key=lambda c: c.closed_form_s)[:SIMULATED]:
         if len(best) < 2 or candidate.closed_form_s < MARGIN * best[0].simulated_s:
             best = sorted([*best, candidate], key=lambda c: c.simulated_s)
+    rounded = _rounded(space, list(fitting.values()))
     return FoundPlan(
         best[0],
         best[1] if len(best) > 1 else None,
@@ -85,7 +88,18 @@ def find_plan(space: SearchSpace) -> FoundPlan:
         len(refused),
         space,
         time.process_time() - start_s,
+        rounded,
     )
+
+
+def _rounded(space: SearchSpace, found: Sequence[Candidate]) -> Candidate | None:
+    """Return the fastest of the plans with rows in bf16, if the result may not have these."""
+    if space.rounded is None or space.may_round:
+        return None
+    fastest = sorted(found, key=lambda c: c.closed_form_s)[: 2 * SIMULATED]
+    rounded = [candidate.with_rows_of(space.rounded) for candidate in fastest]
+    fits = [c for c in rounded if not c.stages_over(space.device_bytes)]
+    return min(fits, key=lambda c: c.closed_form_s, default=None)
 
 
 def every_candidate(space: SearchSpace) -> Iterator[Candidate]:
@@ -178,15 +192,15 @@ class _Shape:
         )
         is_layered = form.is_exact and form.chunks > 1
         schedule = EXACT_SCHEDULE if is_layered else "fill-drain"
-        plan = Plan(tuple(stages), form.chunks, schedule)
+        plan = Plan(tuple(stages), form.chunks, schedule, comm_dtype=work.comm_dtype)
         dag, share = StageDag.of(plan, work.model), self.space.exact_share
         return Candidate(plan, self.devices, form, self.exact_form, dag, share)
 
 
 def _shapes(space: SearchSpace) -> Iterator[_Shape]:
     """Yield all candidates, without regard to memory."""
-    for chosen in _device_sets(space):
-        workload = space.workload.with_devices(chosen)
+    for chosen, whole in product(_device_sets(space), space.workloads):
+        workload = whole.with_devices(chosen)
         counts = _chunk_counts(space)
         forms = {count: ClosedForm(workload, *count) for count in counts}
         rows = min(workload.num_vertices.values())
@@ -207,7 +221,13 @@ def _dag_candidates(space: SearchSpace, chains: Sequence[Candidate]) -> Iterator
     On as many devices as may be used; for one chunk, and for the numbers of chunks and schedules of
     the two fastest ``chains``.
     """
-    work = space.workload
+    return (c for work in space.workloads for c in _dag_candidates_of(space, work, chains))
+
+
+def _dag_candidates_of(
+    space: SearchSpace, work: Workload, chains: Sequence[Candidate]
+) -> Iterator[Candidate]:
+    """Yield the candidates of ``_dag_candidates`` for rows of one number type."""
     is_equal = work.cluster is None or (
         len(set(work.cluster.devices)) == 1 and not work.cluster.pairs
     )
@@ -226,6 +246,7 @@ def _dag_candidates(space: SearchSpace, chains: Sequence[Candidate]) -> Iterator
         exact_form = ClosedForm(workload, chunks, True)
         for stages in candidates(costs, Interval(costs)):
             plan = as_plan(units, stages, chunks, schedule)
+            plan = replace(plan, comm_dtype=work.comm_dtype)
             has_rows = plan.split.num_parts * chunks <= min(work.num_vertices.values())
             if plan.num_ranks == len(chosen) and has_rows:
                 dag = StageDag.of(plan, work.model)

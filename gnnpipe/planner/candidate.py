@@ -47,6 +47,16 @@ class SearchSpace:
     """Share of the epochs of a stale plan that are exact."""
     can_recompute: bool = True
     """Stages that do not fit otherwise may recompute."""
+    rounded: Workload | None = None
+    """The same work with rows in bf16; None: not to be considered."""
+    may_round: bool = False
+    """The plan may have rows in bf16. If not, the result only says what these would gain."""
+
+    @property
+    def workloads(self) -> list[Workload]:
+        """The work, for each number type of the rows that a plan may have."""
+        rounded = [self.rounded] if self.rounded is not None and self.may_round else []
+        return [self.workload, *rounded]
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,8 @@ class Candidate:
         stages, shards, chunks, schedule = self.shape
         depth = f", depth {self.dag.depth}" if self.dag.depth < stages else ""
         recompute = ", recompute" if self.plan.recomputes else ""
-        return f"{stages} x {shards} x {chunks} ({schedule}{depth}{recompute})"
+        rows = ", bf16 rows" if self.form.workload.memory.rounds_rows else ""
+        return f"{stages} x {shards} x {chunks} ({schedule}{depth}{recompute}{rows})"
 
     @cached_property
     def closed_form_s(self) -> float:
@@ -146,6 +157,16 @@ class Candidate:
         pairs = zip(stage.ranks, self._stage_bytes(stage), strict=True)
         return any(size > device_bytes[self.devices[rank]] for rank, size in pairs)
 
+    def with_rows_of(self, workload: Workload) -> Candidate:
+        """Return the same stages for the same work with rows of another number type."""
+        work = workload.with_devices(self.devices)
+        form = ClosedForm(work, self.plan.chunks, self.form.is_exact)
+        exact_form = ClosedForm(work, self.plan.chunks, True)
+        plan = replace(self.plan, comm_dtype=work.comm_dtype)
+        return replace(
+            self, plan=plan, dag=StageDag.of(plan, work.model), form=form, exact_form=exact_form
+        )
+
     def recomputing(self, stages: Collection[int]) -> Candidate:
         """Return the same plan with recomputation in these stages and in no other."""
         parts = tuple(
@@ -180,6 +201,8 @@ class FoundPlan:
     space: SearchSpace
     cost_s: float
     """Processor time of the search."""
+    rounded: Candidate | None = None
+    """The fastest plan found with rows in bf16, if the plan may not have these."""
 
     @property
     def plan(self) -> Plan:
@@ -223,6 +246,13 @@ class FoundPlan:
             yield (
                 f"runner-up: {self.runner_up.name}, {self.runner_up.simulated_s:.4g} s "
                 f"({slower:+.1%}); {what_would_win(best, self.runner_up)}"
+            )
+        if self.rounded is not None:
+            saved = 1 - self.rounded.simulated_s / best.simulated_s
+            yield "--comm-dtype bf16, which changes results, would " + (
+                f"save {saved:.1%}: {self.rounded.name}, {self.rounded.simulated_s:.4g} s"
+                if saved > 0
+                else "save nothing"
             )
         yield from self._memory_lines()
         yield (

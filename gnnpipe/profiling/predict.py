@@ -17,7 +17,7 @@ from gnnpipe.perf import PlanSizes, Profile, Span, TimeShares, simulate, time_sh
 from gnnpipe.perf.predicted import predicted_spans, simulated_epochs
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
-from gnnpipe.plan import ModelGraph, StageDag
+from gnnpipe.plan import ModelGraph, Plan, StageDag
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.profiling.links import most_ranks_per_machine
 from gnnpipe.profiling.profile import take_short_profile
@@ -175,7 +175,7 @@ def costs_of(
 
     ``InputError`` if the profile was taken with other settings, or lacks an op or a link.
     """
-    check_profile(config, profile, ranks_at_once, has_forecasts, dag.plan.recomputes)
+    check_profile(config, profile, ranks_at_once, has_forecasts, dag.plan)
     return ProfiledCosts(
         profile,
         dag,
@@ -193,15 +193,19 @@ def check_profile(
     profile: Profile,
     ranks_per_machine: int,
     has_forecasts: bool,
-    plan_recomputes: bool = False,
+    plan: Plan | None = None,
 ) -> None:
     """``InputError`` if the profile was taken with other settings than the run's.
 
-    ``plan_recomputes``: some stage of the plan recomputes, without ``--recompute``.
+    What ``plan`` has chosen may differ: the times are then derived from those of the profile.
     """
+    chosen = {
+        "recompute": plan is not None and plan.recomputes,
+        "comm_dtype": plan is not None and plan.comm_dtype == "bf16",
+    }
     for name in ("dtype", "comm_dtype", "matmul_dtype", "kernel", "recompute"):
         wanted, found = getattr(config, name), getattr(profile, name)
-        if wanted != found and not (name == "recompute" and plan_recomputes):
+        if wanted != found and not chosen.get(name, False):
             raise InputError(
                 f"--profile: {name}: was taken with {found}, not {wanted}; take one with "
                 f"{flag(name)} as in the run"

@@ -34,7 +34,14 @@ from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import CheckedProgram, Program, with_forecast
 from gnnpipe.setup.chunk_sizes import chunk_sizes
-from gnnpipe.setup.inputs import check_parts, choose_model, made_model, number_dtype, row_dtype
+from gnnpipe.setup.inputs import (
+    check_parts,
+    choose_model,
+    made_model,
+    number_dtype,
+    row_dtype,
+    settled_config,
+)
 from gnnpipe.setup.memory_estimate import memory_by_rank, memory_settings
 from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepare import shape_of, training_programs
@@ -210,7 +217,7 @@ def scenario_of_shape(
     """Scenario of a graph that is given in numbers; ``model`` in place of the config's."""
     model = model or model_on_shape(config, shape)
     plan = _plan_of_shape(config, shape, model)
-    chunks = plan.chunks
+    config, chunks = settled_config(config, plan), plan.chunks
     staleness = config.staleness_settings_for(chunks)
     dag = StageDag.of(plan, model)
     program, _ = training_programs(config, model, dag)
@@ -288,6 +295,7 @@ def memory_of_shape(
 ) -> list[int]:
     """Bytes of a rank by stage; ``InputError`` if the shape cannot be planned."""
     dag = dag or StageDag.of(_plan_of_shape(config, shape, model), model)
+    config = settled_config(config, dag.plan)
     plan, program = dag.plan, training_programs(config, model, dag)[0]
     is_exact, probes = program.is_exact, _probes(config, shape, model, program)
     settings = memory_settings(

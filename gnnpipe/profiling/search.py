@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +41,7 @@ from gnnpipe.profiling.profile import one_stage, take_planning_profile
 from gnnpipe.profiling.scenario import GraphShape, Scenario
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
-from gnnpipe.setup.inputs import number_dtype, row_dtype
+from gnnpipe.setup.inputs import number_dtype, row_dtype, settled_config
 from gnnpipe.setup.memory_estimate import memory_settings
 from gnnpipe.setup.prepare import training_programs
 from gnnpipe.setup.prepared import chunk_order
@@ -122,6 +122,7 @@ def _workload(
     halo: Callable[[int], float],
     is_symmetric: bool,
 ) -> Workload:
+    config = _unrounded(config)
     widest = max((op.push_width for op in model.aggregations), default=0)
     each = config.staleness_settings_for(MAX_CHUNKS).probes_per_column
     profile = hardware.profile_of(model, config)
@@ -147,6 +148,27 @@ def _workload(
             extra_weights=int(config.kept_epoch == "best"),
         ),
     )
+
+
+def _unrounded(config: TrainConfig) -> TrainConfig:
+    """Returns the config with rows that are not rounded unless the user said so."""
+    return replace(config, comm_dtype="same") if config.comm_dtype == "auto" else config
+
+
+def _rounded(config: TrainConfig, workload: Workload, hardware: Hardware) -> Workload | None:
+    """Returns the same work with rows in bf16; None if the rows are in bf16 already.
+
+    Ops are assumed to take as long as in the profile if this was measured.
+    """
+    if workload.memory.rounds_rows:
+        return None
+    bf16 = replace(_unrounded(config), comm_dtype="bf16")
+    if hardware.profile is None:
+        profile = hardware.profile_of(workload.model, bf16)
+    else:
+        profile = replace(hardware.profile, comm_dtype="bf16")
+    memory = replace(workload.memory, row_bytes=row_dtype(bf16).itemsize)
+    return replace(workload, profile=profile, memory=memory)
 
 
 def workload_of_shape(
@@ -201,6 +223,8 @@ def search_space(
         max_chunks=1 if is_whole else MAX_CHUNKS,
         exact_share=share,
         can_recompute=not (is_whole or config.recompute),
+        rounded=None if is_whole else _rounded(config, workload, hardware),
+        may_round=config.comm_dtype == "auto",
     )
 
 
@@ -347,7 +371,7 @@ class RunPlanner:
             else:
                 speeds = measure_speeds(request.prepared_with(one_stage(num_ops)), mesh)
             profile = take_planning_profile(
-                config,
+                _unrounded(config),
                 mesh,
                 sum(request.graph.num_vertices.values()),
                 num_ops,
@@ -369,5 +393,6 @@ def run_planner(
         kept = GivenPlan.read(str(resumed / "plan.json"))
         if kept.given.num_ranks == world.world_size:
             return kept
+        config = settled_config(config, kept.given)  # what changes results stays
     is_quiet = config.quiet or world.rank > 0
     return RunPlanner(config, world, (lambda line: None) if is_quiet else say, cluster)

@@ -57,6 +57,7 @@ from gnnpipe.setup.inputs import (
     number_dtype,
     reason_not_recorded,
     row_dtype,
+    settled_config,
     with_edge_work,
     with_vertex_data,
     without_unread,
@@ -131,7 +132,8 @@ class _Inputs:
 
 def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
     """Returns the run with this plan, partitioned."""
-    config, graph, model_graph = inputs.config, inputs.graph, inputs.model_graph
+    config, graph = settled_config(inputs.config, plan), inputs.graph
+    model_graph = inputs.model_graph
     world, chosen = inputs.world, inputs.model
     dag = StageDag.of(plan, model_graph)
     usual, exact_program = training_programs(config, model_graph, dag)

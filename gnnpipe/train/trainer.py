@@ -349,10 +349,10 @@ class Trainer:
         last_epoch: int,
     ) -> Loop:
         """Reads, plans and builds the run, at the checkpoint that it is resumed from."""
-        config = self.config
         start, message = self._find_start(world, resumed)
-        check_profile_file(config, world)
+        check_profile_file(self.config, world)
         mesh, prepared = self._setup(start, resumed)
+        config = prepared.config
         check_exact_epochs(config, prepared.plan.chunks, last_epoch)
         warn_of_stale_rows(prepared, mesh)
         warn_of_vain_rounding(config, prepared.plan, prepared.model, prepared.graph, mesh)
@@ -464,7 +464,7 @@ class Trainer:
         """Returns the config that is written to the run's folder."""
         # A relative path would be another file for a resume from another folder.
         model, epochs = absolute_name(self.config.model), max(self.config.epochs, last_epoch)
-        written = replace(self.config, model=model, epochs=epochs)
+        written = replace(prepared.config, model=model, epochs=epochs)
         if self._graph is not None:
             # Not a dataset name, so that repeating the run cannot train another graph.
             written = replace(written, dataset=f"passed-in:{prepared.graph.name}")
