@@ -165,7 +165,7 @@ def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
 def shape_of(config: TrainConfig) -> Shape:
     """Returns the shape that the config asks for."""
     is_exact = config.staleness_settings_for(config.chunks).is_exact
-    return Shape(config.stages, config.shards, config.chunks, is_exact)
+    return Shape(config.stages, config.shards, config.chunks, is_exact, RowWay(config.row_way))
 
 
 def ranks_of(config: TrainConfig, planner: Planner | None = None) -> int:
@@ -393,7 +393,7 @@ def training_programs(
     usual = training_program(dag, buckets)
     exact = training_program(dag, buckets, EXACT_SCHEDULE)
     if not config.staleness_settings_for(dag.plan.chunks).is_exact:
-        _check_ways(dag.plan, usual)
+        _check_ways(config, dag.plan, usual)
     if usual.is_exact or not config.staleness_settings_for(dag.plan.chunks).is_exact:
         return usual, exact
     if config.staleness == "exact":
@@ -404,14 +404,15 @@ def training_programs(
     return exact, exact  # as many exact epochs at the start as epochs
 
 
-def _check_ways(plan: Plan, program: CheckedProgram) -> None:
+def _check_ways(config: TrainConfig, plan: Plan, program: CheckedProgram) -> None:
     """``InputError`` for columns in a program with stale reads.
 
     Stale rows are forecast, and stored in checkpoints, as whole rows; a rank has columns of them.
     """
     if not program.is_exact and RowWay.COLUMNS in plan.ways.values():
+        what = "plan: ways:" if config.row_way == RowWay.HALO else "--row-way"
         raise InputError(
-            f"plan: ways: columns: {plan.chunks} chunks read stale rows, of which no rank has all "
+            f"{what} columns: {plan.chunks} chunks read stale rows, of which no rank has all "
             "columns, as their forecast and a checkpoint need them; try --staleness exact, one "
             "chunk, or halo"
         )
@@ -482,11 +483,20 @@ def _num_probes(model: ModelGraph, types: list[str], each: int) -> dict[str, int
     return {name: each * (width + 1) * bool(forecast) for name, width in widths.items()}
 
 
-def warn_of_stale_rows(prepared: Prepared, world: World) -> None:
-    """Warns on rank 0 if stale rows change statistics over all vertices, or carry label inputs."""
-    model, share = prepared.model_graph, prepared.config.label_inputs
-    if prepared.program.is_exact or world.rank:
+def warn_of_settings(prepared: Prepared, world: World) -> None:
+    """Warns on rank 0 of settings without effect, and of stale rows that change what is learned."""
+    if world.rank:
         return
+    way = prepared.config.row_way
+    if way != RowWay.HALO and not prepared.plan.ways:
+        warn(f"--row-way {way}: no rows travel within stages of one rank; leave it out")
+    if not prepared.program.is_exact:
+        _warn_of_stale_rows(prepared)
+
+
+def _warn_of_stale_rows(prepared: Prepared) -> None:
+    """Warns if stale rows change statistics over all vertices, or carry label inputs."""
+    model, share = prepared.model_graph, prepared.config.label_inputs
     if share:
         warn(
             f"--label-inputs {share:g}: stale rows carry labels that were inputs in the last "

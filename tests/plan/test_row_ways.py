@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from gnnpipe.errors import InputError
 from gnnpipe.plan import Plan, RowWay, StageDag, StagePlan, column_bounds
 from gnnpipe.planner import GivenPlan
+from gnnpipe.run.summary import head_lines
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup.prepare import prepare
+from gnnpipe.setup.prepare import prepare, warn_of_settings
 
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 50), min_size=1, max_size=9))
@@ -49,6 +50,38 @@ def test_other_ops_travel_by_halo():
 def test_a_way_that_an_op_cannot_use_is_refused(ways, settings, message):
     with pytest.raises(InputError, match=message):
         prepared_with(ways, **settings)
+
+
+def flagged(**settings):
+    config = quick_config(layers=2, hidden=8, shards=2, row_way="columns", **settings)
+    return prepare(config, Mesh.alone(), small_graph())
+
+
+def test_the_flag_gives_every_op_its_way():
+    prepared = flagged()
+    assert prepared.plan.ways == {0: RowWay.COLUMNS, 1: RowWay.COLUMNS}
+    assert "rows travel among shards by columns (layers 0-1)" in head_lines(prepared)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "gat"}, r"--row-way columns: gat: layer 0 \(gat0\) computes messages"),
+        ({"chunks": 3}, r"--row-way columns: 3 chunks read stale rows"),
+        ({"plan": "x.json"}, r"--shards 2, --row-way columns: no effect with --plan 'x.json'"),
+    ],
+)
+def test_a_flag_that_cannot_be_used_is_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        flagged(**settings)
+
+
+def test_a_flag_without_effect_is_said():
+    config = quick_config(layers=2, hidden=8, row_way="columns")
+    prepared = prepare(config, Mesh.alone(), small_graph())
+    assert not prepared.plan.ways
+    with pytest.warns(UserWarning, match="--row-way columns: no rows travel"):
+        warn_of_settings(prepared, Mesh.alone())
 
 
 def test_an_unknown_way_is_refused():
