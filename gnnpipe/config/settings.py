@@ -232,6 +232,13 @@ class Settings:
     chunks: int = _shape(
         1, "number of chunks K of the vertices, processed one after another", low=1
     )
+    row_way: str = _shape(
+        "halo",
+        "how rows of neighbours travel among shards: halo (exactly the rows that other shards "
+        "read) or columns (each shard gets some columns of all rows, and the whole matrix; for "
+        "layers with fixed edge weights, without stale rows)",
+        choices=("halo", "columns"),
+    )
     partitioner: str = _shape(
         "metis", "how vertices are partitioned into chunks and shards: metis, range or random"
     )

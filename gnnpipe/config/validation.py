@@ -193,6 +193,7 @@ def _check_labels(config: Settings) -> None:
 def _check_plan(config: Settings) -> None:
     shape = {"stages": config.stages, "shards": config.shards, "chunks": config.chunks}
     given = [f"{flag(name)} {value}" for name, value in shape.items() if value > 1]
+    given += [f"--row-way {config.row_way}"] * (config.row_way != "halo")
     if config.plan == "auto" and given:
         raise InputError(
             f"{', '.join(given)}: no effect with --plan auto, which finds the shape; leave one of "

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
 from gnnpipe.errors import InputError
+from gnnpipe.plan.row_ways import RowWay
 from gnnpipe.plan.shard_split import ShardSplit
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ class Plan:
     """Collectives among the shards of every stage."""
     comm_dtype: str = ""
     """The ``--comm-dtype`` with which the plan was found, same or bf16; '': none in particular."""
+    ways: Mapping[int, RowWay] = field(default_factory=dict, hash=False)
+    """By op, how the rows of its aggregation travel among the shards; ``HALO`` for all others."""
 
     def __post_init__(self) -> None:
         self._check_ops()
@@ -148,6 +151,9 @@ class Plan:
             raise InputError(f"plan: chunks {self.chunks}: must be at least 1")
         if self.comm_dtype not in ("", "same", "bf16"):
             raise InputError(f"plan: comm_dtype {self.comm_dtype!r}: must be same or bf16")
+        for op in self.ways:
+            if not 0 <= op < self.num_ops:
+                raise InputError(f"plan: ways: {op}: must be an op from 0 to {self.num_ops - 1}")
 
     def _check_ops(self) -> None:
         if not self.stages or not all(stage.ops for stage in self.stages):
@@ -208,6 +214,10 @@ class Plan:
         """The number of shards of the stages."""
         return shards_text([stage.shards for stage in self.stages])
 
+    def way(self, op: int) -> RowWay:
+        """How the rows of an op's aggregation travel among the shards."""
+        return self.ways.get(op, RowWay.HALO)
+
     @cached_property
     def split(self) -> ShardSplit:
         """The parts of a chunk from which the shards of every stage are made."""
@@ -229,6 +239,7 @@ class Plan:
             data["stages"] = tuple(_stage(stage) for stage in data["stages"])
             data["chunks"] = _whole(data["chunks"])
             data["collectives"] = Collectives(**data.get("collectives", {}))
+            data["ways"] = {int(op): _row_way(way) for op, way in data.get("ways", {}).items()}
             if not isinstance(data["schedule"], str):
                 raise TypeError(f"schedule {data['schedule']!r} is not a name")
             return cls(**data)
@@ -256,6 +267,12 @@ def _stage(data: Any) -> StagePlan:
     if type(data.get("recompute", False)) is not bool:
         raise TypeError(f"recompute {data['recompute']!r} is neither true nor false")
     return StagePlan(**{**data, **wholes, "shares": tuple(map(float, data["shares"]))})
+
+
+def _row_way(name: Any) -> RowWay:
+    if name not in list(RowWay):
+        raise InputError(f"plan: ways: {name!r}: must be one of {', '.join(RowWay)}")
+    return RowWay(name)
 
 
 def _whole(value: Any) -> int:

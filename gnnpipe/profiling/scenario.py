@@ -337,6 +337,8 @@ def _shard_sizes_of_shape(
         # The training vertices are not known: all of them, with cross entropy.
         loss_numbers=own * shape.classes,
         loss_rows=ALL_ROWS,
+        graph_rows={"": shape.vertices},
+        columns_share=1 / shards,
     )
 
 

@@ -25,6 +25,7 @@ from gnnpipe.plan import (
     LossRows,
     ModelGraph,
     Plan,
+    RowWay,
     StageDag,
     precomputed_aggregations,
     shared_tables,
@@ -90,6 +91,14 @@ class Prepared:
     def plan(self) -> Plan:
         """The plan."""
         return self.dag.plan
+
+    @cached_property
+    def _ways(self) -> Mapping[str, RowWay]:
+        return {self.model_graph.ops[op].name: way for op, way in self.plan.ways.items()}
+
+    def way_of(self, op: str) -> RowWay:
+        """How the rows of the op with this name travel among the shards."""
+        return self._ways.get(op, RowWay.HALO)
 
     @cached_property
     def chunkings(self) -> tuple[Chunking, ...]:

@@ -61,7 +61,7 @@ from gnnpipe.setup.inputs import (
 )
 from gnnpipe.setup.label_inputs import with_label_inputs
 from gnnpipe.setup.layer_output import without_labels
-from gnnpipe.setup.prepare import join_world, prepare, warn_of_stale_rows
+from gnnpipe.setup.prepare import join_world, prepare, warn_of_settings
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.setup.user_model import absolute_name
 from gnnpipe.tasks.loss import LossFn
@@ -354,7 +354,7 @@ class Trainer:
         mesh, prepared = self._setup(start, resumed)
         config = prepared.config
         check_exact_epochs(config, prepared.plan.chunks, last_epoch)
-        warn_of_stale_rows(prepared, mesh)
+        warn_of_settings(prepared, mesh)
         warn_of_vain_rounding(config, prepared.plan, prepared.model, prepared.graph, mesh)
         progress = self._progress(last_epoch)
         for line in [*message.splitlines(), *head_lines(prepared)]:
