@@ -18,7 +18,9 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.output import say
+from gnnpipe.plan import Plan
 from gnnpipe.plan.cluster import Cluster
+from gnnpipe.profiling.search import AUTO
 from gnnpipe.run.folder import claim_folder, plain
 from gnnpipe.run.result import RunResult
 from gnnpipe.run.summary import score
@@ -119,26 +121,21 @@ def fit_seeds(
     met.agree_on({"--seeds": count})
     folder, _ = claim_folder(config, met)
     results: list[RunResult] = []
+    plan: Plan | None = None
     made: list[nn.Parameter] = []
     for seed in range(config.seed, config.seed + count):
         if met.rank == 0:
             say(f"seed {seed} ({len(results) + 1} of {count})", config.quiet)
         # Only rank 0 writes, so only it needs the path.
         out = str(folder.path / f"seed-{seed}") if folder else "off"
-        model = None
-        if make_model is not None:
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                model = make_model()
-            if any(p is q for p in model.parameters() for q in made):
-                raise InputError(
-                    f"make_model: returned the weights of an earlier seed for seed {seed}, already "
-                    "trained; return a new model from every call"
-                )
-            made += model.parameters()
+        model = None if make_model is None else _new_model(make_model, seed, made)
         run = replace(config, seed=seed, out=out)
-        trainer = Trainer(run, graph, model, world=met, loss_fn=loss_fn, cluster=cluster)
+        trainer = Trainer(run, graph, model, plan, met, loss_fn, cluster=cluster)
         results.append(trainer.fit())
+        if config.plan == AUTO:
+            # Searched once; the plan may use fewer ranks.
+            plan, met, cluster = trainer.plan, trainer.world, None
+        del trainer
         gc.collect()  # frees the tables, which are in a reference cycle, before the next run
         found = _summary(results, folder.path if folder else None)
         if found.path is not None:
@@ -149,6 +146,22 @@ def fit_seeds(
     if world is None:
         met.leave()
     return found
+
+
+def _new_model(
+    make_model: Callable[[], nn.Module], seed: int, made: list[nn.Parameter]
+) -> nn.Module:
+    """Returns a model made with torch seeded; adds its weights to those that were ``made``."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = make_model()
+    if any(p is q for p in model.parameters() for q in made):
+        raise InputError(
+            f"make_model: returned the weights of an earlier seed for seed {seed}, already "
+            "trained; return a new model from every call"
+        )
+    made += model.parameters()
+    return model
 
 
 def _summary(results: list[RunResult], path: Path | None) -> SeedsResult:

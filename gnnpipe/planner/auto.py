@@ -269,7 +269,7 @@ def _chunk_counts(space: SearchSpace) -> list[tuple[int, bool]]:
 def _device_sets(space: SearchSpace) -> Iterator[tuple[int, ...]]:
     """Yield sets of devices, ascending: all, and powers of two of the fastest ones."""
     count, cluster = space.num_devices, space.workload.cluster
-    order = range(count) if cluster is None else by_machine(cluster)
+    order = range(count) if cluster is None or space.in_order else by_machine(cluster)
     counts = {count} if space.uses_all else {count, *(1 << i for i in range(count.bit_length()))}
     for size in sorted(size for size in counts if size <= count):
         yield tuple(sorted(order[:size]))

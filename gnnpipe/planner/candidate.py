@@ -51,6 +51,8 @@ class SearchSpace:
     """The same work with rows in bf16; None: not to be considered."""
     may_round: bool = False
     """The plan may have rows in bf16. If not, the result only says what these would gain."""
+    in_order: bool = False
+    """Of the devices only the first ones may be chosen, as of the ranks of a run."""
 
     @property
     def workloads(self) -> list[Workload]:

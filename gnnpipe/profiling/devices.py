@@ -127,6 +127,51 @@ def _round(mesh: Mesh, run_epoch: Callable[[], object], turn: int, turns: int) -
     return found
 
 
+def times_of_fewer(prepared: Prepared, mesh: Mesh) -> dict[int, float]:
+    """Measure 1, 2, 4, ... ranks of every machine at once; the same on every rank.
+
+    Returns the time of an epoch over that of an epoch while all ranks compute, at most 1, by the
+    number of ranks of a machine. ``prepared``: the run with one stage of one shard.
+    """
+    hosts = mesh.gather(machine_key())
+    most = max(hosts.count(host) for host in hosts)
+    counts = [1 << i for i in range(most.bit_length()) if 1 << i < most]
+    if not counts:
+        return {}
+    place = hosts[: mesh.rank].count(hosts[mesh.rank])
+    alone = Mesh(0, 1, mesh.device, placement=Placement.grid(1, 1))
+    found: dict[int, float] = {}
+    with measured_epochs(prepared, [alone], False) as run_epoch:
+        run_epoch()  # memory pages are first touched
+        of_all = _epoch_time_s(mesh, run_epoch)
+        for count in counts:
+            own_s = _epoch_time_s(mesh, run_epoch if place < count else None)
+            shares = mesh.gather(own_s / of_all if place < count else None)
+            found[count] = min(statistics.fmean(s for s in shares if s is not None), 1.0)
+    # More ranks are never faster each; where they seem to be, the machine was disturbed.
+    counts.reverse()
+    for count, more in zip(counts[1:], counts, strict=False):
+        found[count] = min(found[count], found[more])
+    return found
+
+
+def _epoch_time_s(mesh: Mesh, run_epoch: Callable[[], object] | None) -> float:
+    """Return the median time of some epochs of this rank, which start together on all ranks.
+
+    ``None``: the rank waits, and the result is 0.
+    """
+    times: list[float] = []
+    spent_s = 0.0
+    while not times or (len(times) < FEWEST and spent_s < MIN_TIME_S):
+        mesh.gather(None)
+        start_s = time.perf_counter()
+        if run_epoch is not None:
+            run_epoch()
+        times.append(time.perf_counter() - start_s)
+        spent_s += max(mesh.gather(times[-1]))
+    return statistics.median(times) if run_epoch is not None else 0.0
+
+
 def measure_cluster(mesh: Mesh, speeds: RankSpeeds, test: LinkTest) -> Cluster:
     """Measure memory and links; the same cluster on every rank.
 

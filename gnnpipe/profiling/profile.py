@@ -33,7 +33,7 @@ from gnnpipe.perf.profile import Affine, ComputeTimes, OpTimes
 from gnnpipe.plan import Placement, Plan, StagePlan
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import PLANNERS
-from gnnpipe.profiling.devices import RankSpeeds, measure_cluster, measure_speeds
+from gnnpipe.profiling.devices import RankSpeeds, measure_cluster, measure_speeds, times_of_fewer
 from gnnpipe.profiling.links import BRIEF, THOROUGH, Links, measure_links, most_ranks_per_machine
 from gnnpipe.profiling.steps import (
     BEGIN,
@@ -217,6 +217,9 @@ def take_planning_profile(
 ) -> Profile:
     """Measure the model briefly in one stage, in one chunk and in several; the same on every rank.
 
+    All ranks measure at once. Fewer ranks of a machine share its memory and cores with fewer
+    others: epochs of 1, 2, 4, ... ranks at once tell how much faster these are.
+
     ``prepared_with``: prepares the run with another plan; called on every rank. ``reference``: the
     ranks whose device the profile describes. The profile serves every number of stages, shards and
     chunks.
@@ -224,19 +227,22 @@ def take_planning_profile(
     mesh = Mesh.of(world, Placement.grid(1, world.world_size))
     has_cores = crowding(torch.get_num_threads(), mesh.gather) <= 1
     samples: list[Sample] = []
+    faster: Mapping[int, float] = {}
     for chunks in PLANNING_CHUNKS if num_vertices >= MIN_ROWS * max(PLANNING_CHUNKS) else (1,):
         is_layered = chunks > 1 and config.staleness_settings_for(chunks).is_exact
         schedule = EXACT_SCHEDULE if is_layered else "fill-drain"
         prepared = _without_precomputed(prepared_with(one_stage(num_ops, chunks, schedule)))
         samples += measure_steps(prepared, mesh.device, has_cores, is_brief=True)
+        faster = faster or times_of_fewer(prepared, mesh)
     ranks_at_once = most_ranks_per_machine(mesh)
     boundary_s = boundary_time_per_number_s(mesh.device) if world.world_size > 1 else 0.0
     links = measure_links(mesh, BRIEF, list(pairwise(range(mesh.world_size))), False)
     found = _of_reference(mesh.gather(samples), reference)
     boundary_s = world.gather(boundary_s)[min(reference)]
-    compute = _fitted_times(fit_costs(found), ranks_at_once, boundary_s)
+    of_all = _fitted_times(fit_costs(found), ranks_at_once, boundary_s)
+    compute = [*(of_all.scaled(factor, ranks) for ranks, factor in faster.items()), of_all]
     note = "short, for the plan"
-    return _profile(config, mesh, platform.node(), note, [compute], links)
+    return _profile(config, mesh, platform.node(), note, compute, links)
 
 
 def one_stage(num_ops: int, chunks: int = 1, schedule: str = "fill-drain") -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -336,7 +337,11 @@ class RunPlanner:
     ) -> FoundPlan | None:
         work = workload_of_request(self.config, request, hardware)
         is_whole = request.is_whole or max_chunks == 1
-        space = search_space(self.config, work, hardware, limits, uses_all=True, is_whole=is_whole)
+        uses_all = not self.world.can_shrink
+        limited = self.config, work, hardware, limits
+        space = search_space(*limited, uses_all=uses_all, is_whole=is_whole)
+        # If the plan leaves ranks out, the first ones stay.
+        space = replace(space, in_order=True)
         try:
             return find_plan(space)
         except InputError:
@@ -364,6 +369,7 @@ class RunPlanner:
         assert request.prepared_with is not None
         num_ops = request.model.num_ops
         mesh = Mesh.of(world, Placement.grid(1, world.world_size))
+        start_s = time.perf_counter()
         with Step("measuring the model, to plan", config.quiet, world.rank == 0):
             if cluster is not None:
                 cluster = relative_to_fastest(cluster)
@@ -382,16 +388,24 @@ class RunPlanner:
                 cluster = measure_cluster(mesh, speeds, BRIEF)
         if not speeds.are_equal:
             self.say(speeds.line())
+        self.say(f"measured in {time.perf_counter() - start_s:.2g} s, to plan")
         return profile, cluster
 
 
 def run_planner(
-    config: TrainConfig, world: World, resumed: Path | None, cluster: Cluster | None = None
+    config: TrainConfig,
+    world: World,
+    cluster: Cluster | None = None,
+    resumed: Path | None = None,
+    planned_ranks: int = 0,
 ) -> Planner:
-    """Returns a search, or the plan of the run in folder ``resumed`` if for as many ranks."""
+    """Returns a search, or the plan of the run in folder ``resumed`` if found for as many ranks.
+
+    ``planned_ranks``: ranks of the launch that found this plan, which may use fewer.
+    """
     if resumed is not None and (resumed / "plan.json").exists():
         kept = GivenPlan.read(str(resumed / "plan.json"))
-        if kept.given.num_ranks == world.world_size:
+        if world.world_size in (kept.given.num_ranks, planned_ranks):
             return kept
         config = settled_config(config, kept.given)  # what changes results stays
     is_quiet = config.quiet or world.rank > 0

@@ -22,7 +22,7 @@ from gnnpipe.callbacks.callback import Callback, Callbacks
 from gnnpipe.callbacks.loggers import with_loggers
 from gnnpipe.checkpoint.retention import remove_unfinished
 from gnnpipe.config import TrainConfig
-from gnnpipe.errors import InputError, StoppedError
+from gnnpipe.errors import IdleRank, InputError, StoppedError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.heap import give_back
 from gnnpipe.optim.lr_schedule import SchedulerFactory, check_scheduler
@@ -36,11 +36,11 @@ from gnnpipe.profiling.links import receive_bandwidth
 from gnnpipe.profiling.predict import Predictor, check_profile_file
 from gnnpipe.profiling.search import AUTO, run_planner
 from gnnpipe.run.folder import RunFolder, claim_folder, reclaim_folder
-from gnnpipe.run.predictions import Part, check_new_file, write_predictions
+from gnnpipe.run.predictions import check_new_file, write_predictions
 from gnnpipe.run.progress import Progress
 from gnnpipe.run.rank_log import RankLog, is_lost_peer, lost_rank
 from gnnpipe.run.result import RunResult, TrainingRecord, gather_result
-from gnnpipe.run.resume import Start, find_start, identity_of, restarted, seconds_so_far
+from gnnpipe.run.resume import Start, find_start, identity_of, last_run, restarted, seconds_so_far
 from gnnpipe.run.signals import SIGINT, Stopping
 from gnnpipe.run.summary import head_lines, result_lines
 from gnnpipe.run.trained import read_trained
@@ -66,7 +66,7 @@ from gnnpipe.setup.prepared import Prepared
 from gnnpipe.setup.user_model import absolute_name
 from gnnpipe.tasks.loss import LossFn
 from gnnpipe.tasks.scoring import Scores
-from gnnpipe.train.evaluate import evaluate, results_by_chunk
+from gnnpipe.train.evaluate import evaluate, predicted_rows
 from gnnpipe.train.loop import Loop
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ class Trainer:
                 ``config.model`` and its settings. Its own weights are trained (those of rank 0 if
                 ranks differ).
             plan: The plan, in place of ``config.plan``.
-            world: The ranks, if they have been joined for another run of this process.
+            world: The ranks, if they have been joined for another run of this process. A searched
+                plan may keep fewer of these; ``Trainer.world`` has the ranks for the next run.
             loss_fn: Maps logits [R, C] and labels [R] of some training vertices to the SUM of their
                 losses. The sum is divided by the number of training labels. Several labels [R, T]
                 are floats, NaN where missing. With parameters ``vertices`` or ``epoch`` the
@@ -218,22 +219,30 @@ class Trainer:
         """The run folder; ``None`` before ``fit`` and without a folder."""
         return None if self._loop is None else self._loop.path
 
+    @property
+    def world(self) -> World:
+        """The ranks of the run; of a searched plan those that it uses, once it is found."""
+        return self._join()
+
     def _join(self) -> World:
         """Joins the other ranks, once."""
         if self._world is None:
-            is_resumed = {"--resume": self._resume is not None}
-            self._world = join_world(self.config, self._planner, **is_resumed)
+            settings = {"--resume": self._resume is not None}
+            self._world = join_world(self.config, self._planner, **settings)
+        if self._world.has_left:
+            raise InputError("world: its ranks have parted; use Trainer.world of the run before")
         return self._world
 
     def _setup(
         self, start: Start | None = None, resumed: Sequence[Path] = ()
     ) -> tuple[Mesh, Prepared]:
-        """Reads, plans and partitions, once; a run that goes on in ``resumed`` keeps its plan."""
+        """Reads, plans and partitions, once; a run that goes on in ``resumed`` keeps its plan.
+
+        Ranks that the plan does not use end here (``IdleRank``).
+        """
         world = self._join()
         if self._planner is None and self.config.plan == AUTO:
-            self._planner = run_planner(
-                self.config, world, resumed[0] if start and resumed else None, self._cluster
-            )
+            self._planner = run_planner(self.config, world, self._cluster, *last_run(resumed))
         if self._prepared is None:
             with _without_autocast(world):
                 self._prepared = prepare(
@@ -246,9 +255,9 @@ class Trainer:
                     self._optimizer,
                     refill_epochs=0 if start is None else start.refill_epochs,
                 )
-            self._mesh = Mesh.of(
-                world, self._prepared.plan.placement, self._prepared.plan.collectives
-            )
+            plan = self._prepared.plan
+            self._world = world.keep(plan.num_ranks, self.config.quiet)
+            self._mesh = Mesh.of(self._world, plan.placement, plan.collectives)
         assert self._mesh is not None
         return self._mesh, self._prepared
 
@@ -277,20 +286,19 @@ class Trainer:
         folder, path, resumed = self._claim(world)
         log = RankLog(path, world.rank)
         try:
-            with _without_autocast(world), world.on_own_cores():
+            with _without_autocast(world):
+                found: tuple[Start | None, str] = None, ""
                 if self._loop is None:
-                    self._loop = self._begin(world, folder, path, resumed, last_epoch)
-                else:
-                    self._go_on(self._loop, last_epoch)
-                self._is_fitting = True
-                with self._callbacks.of_rank(self, world.rank):
-                    result = self._fit(self._loop, log)
-                if SIGINT in world.gather(self._stopping.reason):  # heard in the last epoch
-                    where = self._loop.path
-                    raise KeyboardInterrupt(f"the run has ended; its folder is {where}")
-                self._is_fitting = False
-                return result
-        except InputError:
+                    with world.on_own_cores():
+                        found = self._plan(world, resumed)
+                    world = self._join()  # the ranks that the plan uses
+                with world.on_own_cores():
+                    if self._loop is None:
+                        self._loop = self._begin(folder, path, found, last_epoch)
+                    else:
+                        self._go_on(self._loop, last_epoch)
+                    return self._fit(self._loop, log)
+        except (InputError, IdleRank):
             raise  # the folder stays as it was
         except (StoppedError, KeyboardInterrupt) as error:
             log.say(str(error) or "interrupted")
@@ -340,18 +348,23 @@ class Trainer:
         resumed = [run for run in (again, self._resume) if run is not None]
         return *claim_folder(self.config, world, resumed[0] if resumed else None), resumed
 
+    def _plan(self, world: World, resumed: Sequence[Path]) -> tuple[Start | None, str]:
+        """Plans the run; returns the checkpoint that it is resumed from, and messages."""
+        found = self._find_start(world, resumed)
+        check_profile_file(self.config, world)
+        self._setup(found[0], resumed)
+        return found
+
     def _begin(
         self,
-        world: World,
         folder: RunFolder | None,
         path: Path | None,
-        resumed: Sequence[Path],
+        found: tuple[Start | None, str],
         last_epoch: int,
     ) -> Loop:
-        """Reads, plans and builds the run, at the checkpoint that it is resumed from."""
-        start, message = self._find_start(world, resumed)
-        check_profile_file(self.config, world)
-        mesh, prepared = self._setup(start, resumed)
+        """Builds the run, at the checkpoint that it is resumed from."""
+        start, message = found
+        mesh, prepared = self._setup()
         config = prepared.config
         check_exact_epochs(config, prepared.plan.chunks, last_epoch)
         warn_of_settings(prepared, mesh)
@@ -387,7 +400,17 @@ class Trainer:
         return Progress(last_epoch, prepared.metric, mesh.rank == 0, self.config.quiet)
 
     def _fit(self, loop: Loop, log: RankLog) -> RunResult:
-        """Trains up to the loop's last epoch and writes the result."""
+        """Trains with the callbacks up to the loop's last epoch and writes the result."""
+        self._is_fitting = True
+        with self._callbacks.of_rank(self, loop.mesh.rank):
+            result = self._train(loop, log)
+        if SIGINT in loop.mesh.gather(self._stopping.reason):  # heard in the last epoch
+            raise KeyboardInterrupt(f"the run has ended; its folder is {loop.path}")
+        self._is_fitting = False
+        return result
+
+    def _train(self, loop: Loop, log: RankLog) -> RunResult:
+        """Trains, writes the result, and calls the callbacks of start and end."""
         mesh, prepared, folder, progress = loop.mesh, loop.prepared, loop.folder, loop.progress
         self._open(loop)
         mesh.share(None)  # the folder exists from here on, so ranks can write their logs
@@ -490,7 +513,7 @@ class Trainer:
         self._check_together("predict()")
         with _without_autocast(self._join()):
             mesh, prepared, rank_runtime = self._ready()
-            parts = _predicted(prepared, rank_runtime)
+            parts = predicted_rows(prepared, rank_runtime)
         everyone = [part for found in mesh.gather(parts) for part in found]
         count = prepared.graph.vertex_counts[prepared.graph.target]
         logits = torch.empty(count, everyone[0][1].shape[1], dtype=prepared.dtype)
@@ -509,7 +532,7 @@ class Trainer:
         with _without_autocast(self._join()):
             mesh, prepared, rank_runtime = self._ready()
             count = prepared.graph.vertex_counts[prepared.graph.target]
-            compute = partial(_predicted, prepared, rank_runtime)
+            compute = partial(predicted_rows, prepared, rank_runtime)
             width = write_predictions(Path(path), mesh, count, compute)
         if mesh.rank == 0:
             say(f"{path}: {count:,} rows of {width}", self.config.quiet)
@@ -545,19 +568,6 @@ class Trainer:
             for part in mesh.gather(mine if mesh.shard == 0 else {}):
                 model.load(part)
         return {name: t.detach().cpu() for name, t in model.module.state_dict().items()}
-
-
-def _predicted(prepared: Prepared, rank_runtime: RankRuntime) -> list[Part]:
-    """Computes this rank's rows by chunk; their numbers are those of the given graph."""
-    with held_memory(rank_runtime.executor.mesh.device):
-        results = results_by_chunk(rank_runtime)
-    layout, graph = rank_runtime.target, prepared.graph
-    number = prepared.chunking.perm if graph.types is None else graph.types.number
-    found = []
-    for chunk, values in results.items():
-        own = layout.own[layout.own_ptr[chunk] : layout.own_ptr[chunk + 1]]
-        found.append((number[own], values.get("rows", values["x"]).cpu().numpy()))
-    return found
 
 
 @contextmanager

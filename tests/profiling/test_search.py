@@ -7,7 +7,7 @@ import gnnpipe
 from gnnpipe import Trainer
 from gnnpipe.cli.main import main
 from gnnpipe.config import TrainConfig
-from gnnpipe.errors import InputError
+from gnnpipe.errors import IdleRank, InputError
 from gnnpipe.plan import Plan
 from gnnpipe.plan.cluster import Cluster, Device, Link
 from gnnpipe.profiling.search import Hardware, hardware_of
@@ -18,7 +18,10 @@ SHAPE = "vertices=1e5,edges=1e6,features=64,classes=8"
 
 def trained(folder):
     config = TrainConfig(**SETTINGS, epochs=2, plan="auto", out=str(folder))
-    result = Trainer(config).fit()
+    try:
+        result = Trainer(config).fit()
+    except IdleRank:
+        return None
     return result.stages, result.shards, result.chunks
 
 
@@ -28,10 +31,9 @@ def test_one_rank_needs_no_measurement(tmp_path):
 
 def test_all_ranks_get_the_plan_of_rank_0(tmp_path):
     shapes = run_ranks(trained, 2, tmp_path / "run")
-    assert shapes[0] == shapes[1]
     plan = Plan.from_json((tmp_path / "run" / "plan.json").read_text())
-    assert plan.num_ranks == 2
-    assert (plan.num_stages, plan.most_shards, plan.chunks) == shapes[0]
+    of_plan = plan.num_stages, plan.most_shards, plan.chunks
+    assert shapes == [of_plan if rank < plan.num_ranks else None for rank in range(2)]
 
 
 def test_info_plans_for_devices_that_are_not_here():
