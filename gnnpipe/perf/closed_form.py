@@ -380,8 +380,7 @@ class ClosedForm:
         )
         found = estimate_memory(dag, self.model, place, sizes, settings)
         held = 1.0 if in_flight is None else min(in_flight / self._chunks, 1.0)
-        # A rank is built in the memory of its host, which holds the whole graph.
-        return int(found.total - found.setup - found.activations * (1 - held))
+        return int(found.on_device - found.activations * (1 - held))
 
     # An epoch.
 

@@ -52,6 +52,14 @@ class MemoryEstimate:
         """The sum of all parts."""
         return sum(astuple(self))
 
+    @property
+    def on_device(self) -> int:
+        """The sum without the peak while the rank is built, for searches and simulations.
+
+        A rank is built in the memory of its host, which holds the whole graph.
+        """
+        return self.total - self.setup
+
 
 @dataclass(frozen=True)
 class ShardSizes:

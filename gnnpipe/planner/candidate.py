@@ -217,7 +217,14 @@ class FoundPlan:
         return self.best.devices
 
     def lines(self) -> Iterator[str]:
-        """The plan, the reasons for it, and what it needs."""
+        """Yield the plan, the reasons for it, and the memory that it needs, as text."""
+        yield from self.plan_lines()
+        yield from self.prediction_lines()
+        yield from self.search_lines()
+        yield from self._memory_lines()
+
+    def plan_lines(self) -> Iterator[str]:
+        """Yield the plan as text."""
         best, plan = self.best, self.plan
         unit = best.form.model.unit
         runs = [_stage_text(stage) for stage in plan.stages]
@@ -237,12 +244,20 @@ class FoundPlan:
             stages = [str(i) for i, stage in enumerate(plan.stages) if stage.recompute]
             numbers = ", ".join(stages[:SHOWN_RANKS]) + ", ..." * (len(stages) > SHOWN_RANKS)
             yield f"recomputation, without which these stages do not fit into memory: {numbers}"
-        usual_s, mean_s = best.timeline.makespan_s, best.simulated_s
-        exact = "" if usual_s == mean_s else f", {mean_s:.4g} s on average with its exact epochs"
-        yield f"predicted: {usual_s:.4g} s an epoch{exact}"
+
+    def prediction_lines(self) -> Iterator[str]:
+        """Yield the time of an epoch and its critical path."""
+        best, plan = self.best, self.plan
+        yield f"predicted: {best.timeline.makespan_s:.4g} s an epoch"
         name = task_place if plan.num_ranks <= SHOWN_RANKS else task_group
         path = list(critical_shares(best.timeline, name).items())[:4]
         yield "why: critical path " + ", ".join(f"{share:.0%} {place}" for place, share in path)
+
+    def search_lines(self) -> Iterator[str]:
+        """Yield what the search compared: exact epochs, the runner-up, rows in bf16, its cost."""
+        best = self.best
+        if best.timeline.makespan_s != best.simulated_s:
+            yield f"with its exact epochs: {best.simulated_s:.4g} s an epoch on average"
         if self.runner_up is not None:
             slower = self.runner_up.simulated_s / best.simulated_s - 1
             yield (
@@ -256,7 +271,6 @@ class FoundPlan:
                 if saved > 0
                 else "save nothing"
             )
-        yield from self._memory_lines()
         yield (
             f"search: {self.num_candidates} candidates, {self.cost_s:.2g} s of processor; "
             f"{self.num_refused} did not fit into memory"

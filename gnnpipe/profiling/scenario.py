@@ -28,6 +28,7 @@ from gnnpipe.perf import (
     closed_form_volume,
     estimate_memory,
 )
+from gnnpipe.perf.workload import STALE_SHARE, probe_counts
 from gnnpipe.plan import ALL_ROWS, ModelGraph, Placement, Plan, StageDag, precomputed_aggregations
 from gnnpipe.planner import GraphCounts, PlanRequest, planner_named
 from gnnpipe.registry import nearest
@@ -91,9 +92,6 @@ def _powers(own: int, most: int) -> list[int]:
     powers = {1 << i for i in range(most.bit_length())}
     return sorted(number for number in powers | {own} if number <= most)
 
-
-STALE_SHARE = 0.5
-"""Share of a shape's rows that are read stale (assumed)."""
 
 MAX_VALUES = {"features": 1e6, "classes": 1e6, "halo": 1e5}
 """Larger values are taken for typing errors."""
@@ -203,7 +201,7 @@ def scenario_of(prepared: Prepared) -> Scenario:
         prepared.chunk_order(prepared.exact_epochs),
         chunk_sizes(prepared),
         prepared.volume,
-        [m.total for m in memory_by_rank(prepared)],
+        [m.on_device for m in memory_by_rank(prepared)],
         GraphShape(
             graph.num_vertices, graph.num_edges, graph.num_features, graph.num_classes, halo, stored
         ),
@@ -312,8 +310,7 @@ def memory_of_shape(
         )
         for i, stage in enumerate(plan.stages)
     ]
-    # A rank is built in the memory of its host, which holds the whole graph.
-    return [estimate.total - estimate.setup for estimate in estimates]
+    return [estimate.on_device for estimate in estimates]
 
 
 def _shard_sizes_of_shape(
@@ -347,9 +344,8 @@ def _probes(
 ) -> int:
     if program.is_exact:
         return 0
-    widest = max((op.push_width for op in model.aggregations), default=0)
     each = config.staleness_settings_for(program.chunks).probes_per_column
-    return min(each * (widest + 1), shape.vertices)
+    return min(probe_counts(model, [""], each)[""], shape.vertices)
 
 
 def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) -> Plan:

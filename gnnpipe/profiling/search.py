@@ -14,7 +14,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.output import Step, say
 from gnnpipe.perf import CommVolume, Profile, closed_form_volume
 from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
-from gnnpipe.perf.workload import Workload
+from gnnpipe.perf.workload import Workload, probe_counts
 from gnnpipe.plan import ModelGraph, Placement, Plan
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import (
@@ -124,7 +124,6 @@ def _workload(
     is_symmetric: bool,
 ) -> Workload:
     config = _unrounded(config)
-    widest = max((op.push_width for op in model.aggregations), default=0)
     each = config.staleness_settings_for(MAX_CHUNKS).probes_per_column
     profile = hardware.profile_of(model, config)
     if hardware.profile is not None:
@@ -139,7 +138,10 @@ def _workload(
         counts.loss_rows,
         counts.loss_numbers,
         halo,
-        min(each * (widest + 1), sum(counts.num_vertices.values())),
+        sum(
+            min(count, counts.num_vertices[t])
+            for t, count in probe_counts(model, counts.num_vertices, each).items()
+        ),
         memory_settings(
             config,
             MAX_CHUNKS,

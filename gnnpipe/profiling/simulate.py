@@ -72,7 +72,7 @@ class Simulation:
 
     stages: int
     shards: int
-    """Of the stage with the most shards."""
+    """The shards of the stage with the most."""
     shards_by_stage: list[int]
     chunks: int
     schedule: str
@@ -258,7 +258,7 @@ def _simulate_found(
         found.best.form.workload.cluster,
         found.plan.num_ranks,
     )
-    return replace(simulated, search=list(found.lines()))
+    return replace(simulated, search=[*found.plan_lines(), *found.search_lines()])
 
 
 def _simulate(

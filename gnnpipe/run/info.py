@@ -56,6 +56,8 @@ def info(
     memory = memory_by_rank(prepared)
     lines = info_lines(prepared, memory)
     if search is not None and hardware is not None:
-        lines = [*search.found[-1].lines(), *lines]
+        found = search.found[-1]
+        reasons = *found.plan_lines(), *found.prediction_lines(), *found.search_lines()
+        lines = [*reasons, *lines]
     text = "\n".join(lines)
     return Info(memory, prepared.volume.total, text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from gnnpipe.ops.spmm import kernel_named
 from gnnpipe.optim.optimizers import OptimizerChoice
 from gnnpipe.output import Step, report_progress, warn
 from gnnpipe.perf import CommVolume, ShardRows, closed_form_volume, row_way_bytes
+from gnnpipe.perf.workload import probe_counts
 from gnnpipe.plan import ModelGraph, Plan, RowWay, StageDag, StagePlan, gradient_buckets
 from gnnpipe.planner import (
     PLANNERS,
@@ -322,22 +323,22 @@ def _plan(inputs: _Inputs, planner: Planner) -> Plan:
 
 @dataclass
 class _HaloCounts:
-    """Counts the rows that shards read from one another, once."""
+    """Counts the rows that shards read from one another, once for each largest number of shards."""
 
     inputs: _Inputs
-    found: Mapping[int, float] | None = None
+    found: dict[int, Mapping[int, float]] = field(default_factory=dict)
 
     def at(self, shards: int, most: int) -> float:
         """Returns M / N for a number of shards; the graph is cut into the most shards."""
-        if self.found is None:
-            graph, config, world = self.inputs.graph, self.inputs.config, self.inputs.world
-            # Chunks on one device read copies as shards do.
-            most = min(max(most, 2), graph.num_vertices)
+        graph, config, world = self.inputs.graph, self.inputs.config, self.inputs.world
+        # Chunks on one device read copies as shards do.
+        most = min(max(most, 2), graph.num_vertices)
+        if most not in self.found:
             plan = Plan((StagePlan.even((0,), tuple(range(most))),), 1, "fill-drain")
             chunking = _partition(config, plan, graph, world, "given")
             part = chunking.shard_of_row()[chunking.inverse]
-            self.found = halo_by_shards(graph, part)
-        return halo_at(self.found, shards)
+            self.found[most] = halo_by_shards(graph, part)
+        return halo_at(self.found[most], shards)
 
 
 def _order(config: TrainConfig, plan: Plan, model_graph: ModelGraph, model: Model) -> str:
@@ -431,7 +432,7 @@ def _probes(
     each = config.staleness_settings_for(program.chunks).probes_per_column
     if not each or program.is_exact:
         return np.empty(0, dtype=np.int64)
-    counts = _num_probes(model, list(graph.row_types), each)
+    counts = probe_counts(model, graph.row_types, each)
     return choose_probe_vertices(chunking, counts, graph.row_types, config.seed)
 
 
@@ -472,17 +473,6 @@ def _shard_rows(plan: Plan, model: ModelGraph, graph: Graph, chunking: Chunking)
         own = {t: cells.counts(rows).sum(0).tolist() for t, rows in graph.table_rows.items()}
         found.append(ShardRows(own, cells.counts(mask).sum(0).tolist(), limited))
     return found
-
-
-def _num_probes(model: ModelGraph, types: list[str], each: int) -> dict[str, int]:
-    """Returns the number of probes by type: ``each`` per column of the type's widest map."""
-    widths = dict.fromkeys(types, 0)
-    forecast = [op for op in model.aggregations if op.is_forecast]
-    for op in forecast:
-        if not op.is_mean:
-            pushing = op.vertex_type if op.over_pairs else op.pushed_type
-            widths[pushing] = max(widths[pushing], op.push_width)
-    return {name: each * (width + 1) * bool(forecast) for name, width in widths.items()}
 
 
 def warn_of_settings(prepared: Prepared, world: World) -> None:
