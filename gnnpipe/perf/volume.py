@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
-from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from gnnpipe.plan import ModelGraph, Op, Plan, RowWay, StageDag, column_bounds
+
+Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -133,33 +138,37 @@ def row_way_bytes(
             if plan.way(i) is RowWay.HALO:
                 continue
             op = model.ops[i]
-            pushed, all_rows = of_stage.own[op.pushed_type], of_stage.own[op.vertex_type]
+            all_rows = of_stage.own[op.vertex_type]
             trained = of_stage.loss if op.name in of_stage.limited else all_rows
-            numbers = 2 * sum(column_numbers(op.push_width, stage.shares, pushed, trained))
-            each = sum(column_numbers(op.push_width, stage.shares, pushed, all_rows))
-            numbers += label_iterations * each
+            pushed, read, limited = (
+                ColumnNumbers.of(op.push_width, stage.shares, np.array(rows))
+                for rows in (of_stage.own[op.pushed_type], all_rows, trained)
+            )
+            # Forward moves pushed rows to columns and columns of the product to rows; backward
+            # moves the gradients of both the other way, as many numbers.
+            numbers = 2 * int(pushed.to_columns.sum() + limited.to_rows.sum())
+            numbers += label_iterations * int(pushed.to_columns.sum() + read.to_rows.sum())
             total += plan.collectives.rows.sent_bytes(stage.shards, numbers * row_bytes)
     return total
 
 
-def column_numbers(
-    width: int, shares: Sequence[float], pushed: Sequence[int], read: Sequence[int]
-) -> list[int]:
-    """Return the numbers that each shard sends in a forward pass by ``RowWay.COLUMNS``.
+class ColumnNumbers(NamedTuple):
+    """Numbers that each shard sends to move rows [G, ...] to columns, or columns to rows."""
 
-    The columns of its pushed rows to the other shards, and its own column of all aggregated rows
-    to the owners of these rows. Backward sends the gradients of both the other way.
+    to_columns: Counts
+    to_rows: Counts
 
-    Args:
-        width: F.
-        shares: [G] of the columns.
-        pushed: [G] rows that the shards push.
-        read: [G] rows that the shards aggregate.
-    """
-    own = [last - first for first, last in pairwise(column_bounds(width, shares))]
-    return [
-        n * (width - f) + (sum(read) - m) * f for n, m, f in zip(pushed, read, own, strict=True)
-    ]
+    @classmethod
+    def of(cls, width: int, shares: Sequence[float], rows: Counts) -> ColumnNumbers:
+        """Return the numbers for rows of ``width`` columns.
+
+        Args:
+            width: F.
+            shares: [G] of the shards in the columns.
+            rows: [G, ...] of the shards.
+        """
+        own = np.diff(column_bounds(width, shares)).reshape(-1, *[1] * (rows.ndim - 1))
+        return cls(rows * (width - own), (rows.sum(0) - rows) * own)
 
 
 def _shard_bytes(

@@ -27,6 +27,7 @@ from gnnpipe.perf import (
     ShardSizes,
     closed_form_volume,
     estimate_memory,
+    row_way_bytes,
 )
 from gnnpipe.perf.workload import STALE_SHARE, probe_counts
 from gnnpipe.plan import ALL_ROWS, ModelGraph, Placement, Plan, StageDag, precomputed_aggregations
@@ -241,6 +242,9 @@ def scenario_of_shape(
         number_bytes=number_dtype(config).itemsize,
         row_bytes=row_dtype(config).itemsize,
     )
+    rows = [of_stage.shard_rows for of_stage in sizes.stages]
+    moved = row_way_bytes(dag, model, rows, row_dtype(config).itemsize)
+    volume = replace(volume, graph=volume.graph + moved)
     by_stage = memory_of_shape(config, shape, model, dag)
     memory = [by_stage[stage] for stage, _ in plan.placement]
     return Scenario(
