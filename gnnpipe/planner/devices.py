@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 from gnnpipe.plan.cluster import Cluster
 
 
-def by_machine(cluster: Cluster) -> list[int]:
-    """Return the devices, fastest machine first and fastest device of a machine first.
+def machine_of(cluster: Cluster) -> list[int]:
+    """Return the number of each device's machine, which is that of one of its devices.
 
     A machine is a set of devices that links faster than the usual one connect.
     """
@@ -23,13 +23,19 @@ def by_machine(cluster: Cluster) -> list[int]:
     for (low, high), link in cluster.pairs.items():
         if link.bandwidth_bytes_per_s > cluster.link.bandwidth_bytes_per_s:
             machine[root(high)] = root(low)
+    return [root(device) for device in range(len(machine))]
+
+
+def by_machine(cluster: Cluster) -> list[int]:
+    """Return the devices, fastest machine first and fastest device of a machine first."""
+    machine = machine_of(cluster)
     members: dict[int, list[int]] = {}
     # Of equal speeds the device with more memory first.
     for device in sorted(
         range(len(machine)),
         key=lambda d: (-cluster.devices[d].speed, -cluster.devices[d].memory_bytes),
     ):
-        members.setdefault(root(device), []).append(device)
+        members.setdefault(machine[device], []).append(device)
 
     def speed(group: Sequence[int]) -> float:
         return sum(cluster.devices[device].speed for device in group)

@@ -1,0 +1,85 @@
+"""The devices of one stage as cost formulas see them, and the shares of the work of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gnnpipe.plan.cluster import Cluster, Link
+from gnnpipe.planner.devices import machine_of
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceGroup:
+    """The devices that share the work of a stage, and their links."""
+
+    speeds: Floats
+    """Speed of dense products, relative to the profiled device, [G]."""
+    memory_speeds: Floats
+    """Speed of aggregation and row-wise work, [G]."""
+    machines: Floats
+    """1 if a device is on a machine, else 0, [machines, G]."""
+    inside_bytes_per_s: float
+    """Bandwidth of a device to the others of its machine."""
+    outside_bytes_per_s: float
+    """Bandwidth of a machine to the others."""
+    latency_s: float
+
+    @classmethod
+    def of(
+        cls, cluster: Cluster, ranks: Sequence[int], memory_speeds: Sequence[float] = ()
+    ) -> DeviceGroup:
+        """Return the devices of some ranks.
+
+        ``memory_speeds``: of all devices of the cluster; default: their ``speed``.
+        """
+        labels = machine_of(cluster)
+        used = list(dict.fromkeys(labels[rank] for rank in ranks))
+        speeds = [device.speed for device in cluster.devices]
+        near: list[Link] = []
+        far: list[Link] = []
+        for i, a in enumerate(ranks):
+            for b in ranks[i + 1 :]:
+                (near if labels[a] == labels[b] else far).append(cluster.between(a, b))
+        return cls(
+            np.array([speeds[rank] for rank in ranks], dtype=float),
+            np.array([(memory_speeds or speeds)[rank] for rank in ranks], dtype=float),
+            np.array([[float(labels[r] == label) for r in ranks] for label in used]),
+            min((link.bandwidth_bytes_per_s for link in near), default=np.inf),
+            min((link.bandwidth_bytes_per_s for link in far), default=np.inf),
+            max((link.latency_s for link in (*near, *far)), default=0.0),
+        )
+
+    @property
+    def count(self) -> int:
+        """G."""
+        return len(self.speeds)
+
+    @property
+    def equal(self) -> Floats:
+        """Equal shares, [G]."""
+        return np.full(self.count, 1 / self.count)
+
+    @property
+    def by_speed(self) -> Floats:
+        """Shares in proportion to the speed of dense products, [G]."""
+        shares: Floats = self.speeds / self.speeds.sum()
+        return shares
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """The parts of vertices and of columns that each device gets, [G] each."""
+
+    rows: Floats
+    columns: Floats
+
+    @classmethod
+    def alike(cls, shares: Floats) -> Shares:
+        """Return the same shares of both."""
+        return cls(shares, shares)

@@ -1,0 +1,355 @@
+"""Finds the distributed program and the shares of a group of unequal devices (HAP).
+
+HAP (arXiv 2401.05965): A* over programs with dominance pruning, and a linear program for the
+shares, in turns until nothing falls. HAP's release searches with the bound 0; here the cost that is
+left is bounded by ``Bound``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+
+import numpy as np
+from scipy.optimize import linprog
+
+from gnnpipe.errors import InputError
+from gnnpipe.planner.device_group import Floats, Shares
+from gnnpipe.planner.distributed_program import (
+    CONVERSIONS,
+    RULES,
+    DistributedProgram,
+    Instruction,
+    OpKind,
+    Property,
+    Rule,
+    State,
+    check_ops,
+)
+from gnnpipe.planner.program_check import check_program
+from gnnpipe.planner.program_costs import Maximum, ProgramCosts
+
+MOST_EXPANDED = 500_000
+"""States after which a search gives up."""
+MOST_TURNS = 8
+"""Turns of A* and linear program; each but the last makes the program faster."""
+
+Rules = Mapping[OpKind, tuple[Rule, ...]]
+
+
+class Bound(Enum):
+    """Lower bound of the cost that is left."""
+
+    NONE = "none"
+    """0, as in HAP's release."""
+    SPEEDS = "sum of speeds"
+    """Compute that is left at the sum of all speeds, and no communication."""
+    CHAINS = "chains"
+    """Each value that is left goes on its own cheapest chain of rules and conversions."""
+
+
+@dataclass(frozen=True)
+class SearchedProgram:
+    """The cheapest program for given shares."""
+
+    program: DistributedProgram
+    time_s: float
+    """Forward and backward of one chunk."""
+    expanded: int
+    """States that the search expanded."""
+
+
+class _Tables:
+    """Costs of all rules and conversions, and which value is read when."""
+
+    def __init__(self, costs: ProgramCosts, rules: Rules) -> None:
+        self.ops = costs.ops
+        self.rules = [
+            [(rule, costs.compute_s(op, rule)) for rule in rules[op.kind]] for op in self.ops
+        ]
+        self.moves = {
+            op.name: [(c, costs.convert_s(op.name, c)) for c in CONVERSIONS] for op in self.ops
+        }
+        self.readers: dict[str, list[int]] = {op.name: [] for op in self.ops}
+        for i, op in enumerate(self.ops):
+            for value in dict.fromkeys(op.inputs):
+                self.readers[value].append(i)
+        self.last_read = {value: max(found, default=-1) for value, found in self.readers.items()}
+        self.least_s = [costs.least_compute_s(op) for op in self.ops]
+        self._reach: dict[tuple[tuple[float, ...], ...], dict[State, dict[State, float]]] = {}
+        self.reach_s = {op.name: self._shortest(op.name) for op in self.ops}
+
+    def _shortest(self, value: str) -> dict[State, dict[State, float]]:
+        """Return the least cost of conversions between any two states."""
+        key = tuple((time_s,) for _, time_s in self.moves[value])
+        if key not in self._reach:
+            found = {a: {b: 0.0 if a is b else math.inf for b in State} for a in State}
+            for conversion, time_s in self.moves[value]:
+                from_s = found[conversion.source]
+                from_s[conversion.target] = min(from_s[conversion.target], time_s)
+            for via in State:
+                for a in State:
+                    for b in State:
+                        found[a][b] = min(found[a][b], found[a][via] + found[via][b])
+            self._reach[key] = found
+        return self._reach[key]
+
+
+class _ChainBound:
+    """Lower bound by the cheapest chain from every value to the end.
+
+    A program's conversions of a value cost at least the mean, over the value's readers, of the way
+    to the state that the reader needs; and the cost of an op and of all behind it is divided among
+    the op's inputs. So the sum over the values that are there is never more than what is left, and
+    on a chain of ops it is exactly that.
+    """
+
+    def __init__(self, tables: _Tables) -> None:
+        self.tables = tables
+        self._after: dict[str, dict[State, float]] = {}
+        self._via: dict[tuple[int, str], dict[State, float]] = {}
+        for i in reversed(range(len(tables.ops))):
+            op = tables.ops[i]
+            readers = tables.readers[op.name]
+            for reader in readers:
+                self._via[reader, op.name] = self._through(reader, op.name)
+            self._after[op.name] = {
+                s: sum(self._via[reader, op.name][s] for reader in readers) for s in State
+            }
+        # Features that are loaded later.
+        self._loaded_s = [0.0] * (len(tables.ops) + 1)
+        for i in reversed(range(len(tables.ops))):
+            op, later = tables.ops[i], self._loaded_s[i + 1]
+            if not op.inputs:
+                later += min(self._after[op.name][rule.gives] for rule, _ in tables.rules[i])
+            self._loaded_s[i] = later
+
+    def _through(self, reader: int, value: str) -> dict[State, float]:
+        """Return the cost of one reader of a value and of what follows, by state of the value."""
+        tables = self.tables
+        op = tables.ops[reader]
+        part, inputs = 1 / len(tables.readers[value]), len(set(op.inputs))
+        reach_s, behind = tables.reach_s[value], self._after[op.name]
+        own = [
+            (rule.needs, (time_s + behind[rule.gives]) / inputs)
+            for rule, time_s in tables.rules[reader]
+        ]
+        return {
+            s: min(part * reach_s[s][needs] + rest_s for needs, rest_s in own if needs is not None)
+            for s in State
+        }
+
+    def left_s(self, position: int, properties: frozenset[Property]) -> float:
+        """Return the bound for a state of the search."""
+        states: dict[str, list[State]] = {}
+        for value, state in properties:
+            states.setdefault(value, []).append(state)
+        left_s = self._loaded_s[position]
+        for value, there in states.items():
+            for reader in self.tables.readers[value]:
+                if reader >= position:
+                    via = self._via[reader, value]
+                    left_s += min(via[state] for state in there)
+        return left_s
+
+
+def _bound(kind: Bound, tables: _Tables) -> Callable[[int, frozenset[Property]], float]:
+    if kind is Bound.CHAINS:
+        return _ChainBound(tables).left_s
+    least_s = tables.least_s if kind is Bound.SPEEDS else [0.0] * len(tables.ops)
+    sums = [*np.cumsum(least_s[::-1])[::-1].tolist(), 0.0]
+    return lambda position, properties: sums[position]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A state of the search: the ops before ``position`` are computed."""
+
+    position: int
+    properties: frozenset[Property]
+    """Of values that are still read."""
+    time_s: float
+    step: Instruction | None = None
+    before: _Node | None = None
+
+    def instructions(self) -> tuple[Instruction, ...]:
+        """Return the program that leads here."""
+        found = []
+        node: _Node | None = self
+        while node is not None and node.step is not None:
+            found.append(node.step)
+            node = node.before
+        return tuple(reversed(found))
+
+
+def find_program(
+    costs: ProgramCosts, rules: Rules = RULES, bound: Bound = Bound.CHAINS
+) -> SearchedProgram:
+    """Return the cheapest program for the shares of ``costs``, by A* over programs.
+
+    Ops are computed in their order, and an input is converted just before the first op that needs
+    it so; every program can be brought into this form at the same cost. A state is dropped if
+    another one at the same op has all of its properties and costs no more.
+
+    Raises:
+        InputError: After ``MOST_EXPANDED`` states, or if no program exists with these rules.
+    """
+    check_ops(costs.ops)
+    tables = _Tables(costs, rules)
+    left_s = _bound(bound, tables)
+    serial, expanded = count(), 0
+    first = _Node(0, frozenset(), 0.0)
+    heap = [(left_s(0, first.properties), 0, next(serial), first)]
+    known: list[list[tuple[frozenset[Property], float]]] = [[] for _ in range(len(costs.ops) + 1)]
+    while heap:
+        _, _, _, node = heapq.heappop(heap)
+        if any(t <= node.time_s and p >= node.properties for p, t in known[node.position]):
+            continue
+        if node.position == len(costs.ops):
+            program = DistributedProgram(costs.ops, node.instructions())
+            check_program(program, State.PARTIAL)
+            return SearchedProgram(program, node.time_s, expanded)
+        known[node.position].append((node.properties, node.time_s))
+        expanded += 1
+        if expanded > MOST_EXPANDED:
+            raise InputError(
+                f"plan: the search for a sharding gave up after {MOST_EXPANDED:,} states; give "
+                "--stages, --shards and --chunks"
+            )
+        for other in _successors(node, tables):
+            total_s = other.time_s + left_s(other.position, other.properties)
+            if total_s < math.inf:
+                heapq.heappush(heap, (total_s, -other.position, next(serial), other))
+    raise InputError("plan: no program computes the loss with these rules")
+
+
+def _successors(node: _Node, tables: _Tables) -> list[_Node]:
+    """Return the states after one more instruction."""
+    i, op = node.position, tables.ops[node.position]
+    found = []
+    for rule, time_s in tables.rules[i]:
+        step = Instruction.compute(op, rule)
+        if node.properties.issuperset(step.needs):
+            kept = frozenset(p for p in node.properties if tables.last_read[p.value] > i)
+            made = kept | {step.gives} if tables.readers[op.name] else kept
+            found.append(_Node(i + 1, made, node.time_s + time_s, step, node))
+    for value in dict.fromkeys(op.inputs):
+        for conversion, time_s in tables.moves[value]:
+            if Property(value, conversion.source) not in node.properties:
+                continue
+            if Property(value, conversion.target) in node.properties:
+                continue
+            step = Instruction.convert(value, conversion)
+            made = node.properties | {step.gives}
+            found.append(_Node(i, made, node.time_s + time_s, step, node))
+    return found
+
+
+# Shares.
+
+
+def best_shares(parts: Sequence[Maximum], group_size: int) -> Shares:
+    """Return the shares that minimise a sum of maxima, by a linear program (HiGHS).
+
+    Args:
+        parts: The costs of a program's instructions.
+        group_size: G.
+    """
+    n = group_size
+    # Layers are alike: equal maxima have one variable with their number as its weight.
+    weights: dict[tuple[bytes, bytes], list[Maximum]] = {}
+    for part in parts:
+        if part.terms.any():
+            weights.setdefault((part.terms.tobytes(), part.offsets.tobytes()), []).append(part)
+    groups = list(weights.values())
+    if not groups:
+        return Shares.alike(np.full(n, 1 / n))
+    rows, limits = [], []
+    for k, group in enumerate(groups):
+        one = group[0]
+        above = np.zeros((len(one.terms), len(groups)))
+        above[:, k] = -1.0
+        rows.append(np.concatenate([one.terms, above], axis=1))
+        limits.append(-one.offsets)
+    sums = np.zeros((2, 2 * n + len(groups)))
+    sums[0, :n] = sums[1, n : 2 * n] = 1.0
+    scale = max(float(np.abs(one[0].terms).max()) for one in groups)
+    matrix = np.concatenate(rows)
+    matrix[:, : 2 * n] /= scale
+    found = linprog(
+        np.concatenate([np.zeros(2 * n), [float(len(group)) for group in groups]]),
+        A_ub=matrix,
+        b_ub=np.concatenate(limits) / scale,
+        A_eq=sums,
+        b_eq=[1.0, 1.0],
+        bounds=[(0.0, 1.0)] * (2 * n) + [(0.0, None)] * len(groups),
+        method="highs",
+    )
+    if not found.success:
+        raise InputError(f"plan: the linear program of the shares failed: {found.message}")
+    both: Floats = np.clip(found.x[: 2 * n], 0.0, 1.0)
+    return Shares(both[:n] / both[:n].sum(), both[n:] / both[n:].sum())
+
+
+def rounded(shares: Sequence[float], total: int) -> list[int]:
+    """Return whole parts of ``total`` near the shares: floors, then the largest deficit first.
+
+    >>> rounded([0.5, 0.3, 0.2], 4)
+    [2, 1, 1]
+    """
+    wanted = np.asarray(shares, dtype=float) * total / float(np.sum(shares))
+    parts = np.floor(wanted + 1e-9).astype(int)
+    missing = total - int(parts.sum())
+    for g in np.argsort(-(wanted - parts), kind="stable")[:missing]:
+        parts[g] += 1
+    return [int(part) for part in parts]
+
+
+@dataclass(frozen=True)
+class ShardedGroup:
+    """Program and shares that alternation found."""
+
+    found: SearchedProgram
+    shares: Shares
+    turns: int
+    expanded: int
+    """States of all turns."""
+
+    @property
+    def time_s(self) -> float:
+        """Forward and backward of one chunk."""
+        return self.found.time_s
+
+
+def alternate(
+    costs_of: Callable[[Shares], ProgramCosts],
+    start: Shares,
+    rules: Rules = RULES,
+    moves_shares: bool = True,
+) -> ShardedGroup:
+    """Search a program and its shares in turns until the time stops falling.
+
+    Args:
+        costs_of: Costs near given shares.
+        start: The first shares, such as equal ones.
+        rules: The rules that programs may use.
+        moves_shares: Whether shares are changed at all.
+    """
+    best: ShardedGroup | None = None
+    shares, expanded = start, 0
+    for turn in range(1, MOST_TURNS + 1):
+        costs = costs_of(shares)
+        found = find_program(costs, rules)
+        expanded += found.expanded
+        if best is not None and found.time_s >= best.time_s * (1 - 1e-6):
+            break
+        best = ShardedGroup(found, shares, turn, expanded)
+        if not moves_shares or costs.group.count == 1:
+            break
+        shares = best_shares(costs.program(found.program), costs.group.count)
+    assert best is not None
+    return best
