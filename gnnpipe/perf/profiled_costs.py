@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from copy import copy
 from itertools import combinations
 
 import numpy as np
@@ -71,6 +72,7 @@ class ProfiledCosts:
         self._number_bytes, self._row_bytes = number_bytes, row_bytes
         self._profile, self._compute = profile, profile.compute_of(ranks_at_once)
         self._cluster = cluster
+        self._speeds = [device.speed for device in cluster.devices] if cluster else []
         self._ops = [self._times_of(op) for op in model.ops]
         self._parts = [
             step_parts(model, stage.ops, of_stage.precomputed)
@@ -94,6 +96,12 @@ class ProfiledCosts:
             if plan.most_shards > 1:
                 self._link("exchange")
                 self._link("shard_sum")
+
+    def with_speeds(self, speeds: Sequence[float]) -> ProfiledCosts:
+        """Return the same costs for devices of these speeds by rank; empty: as they are."""
+        found = copy(self)
+        found._speeds = list(speeds) or self._speeds
+        return found
 
     def _times_of(self, op: Op) -> OpTimes:
         kind, known = op_kind(op), self._compute.ops
@@ -123,9 +131,8 @@ class ProfiledCosts:
 
     def _slowdown(self, stage: int, shard: int) -> float:
         """Return the factor on the compute times of a rank."""
-        if self._cluster is None:
-            return 1.0
-        return 1.0 / self._cluster.devices[self.plan.placement.rank(stage, shard)].speed
+        rank = self.plan.placement.rank(stage, shard)
+        return 1.0 / self._speeds[rank] if self._speeds else 1.0
 
     def begin_s(self, stage: int, shard: int) -> float:
         """Return the time of the work before the first action of an epoch.
