@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from copy import copy
 from enum import Enum, auto
 from itertools import combinations
 
@@ -89,6 +90,7 @@ class ProfiledCosts:
         self._number_bytes, self._row_bytes = number_bytes, row_bytes
         self._profile, self._compute = profile, profile.compute_of(ranks_at_once)
         self._cluster = cluster
+        self._speeds = [device.speed for device in cluster.devices] if cluster else []
         recomputed = {op for stage in plan.stages if stage.recompute for op in stage.ops}
         self._ops = [self._times_of(op, i in recomputed) for i, op in enumerate(model.ops)]
         self._parts = [
@@ -113,6 +115,12 @@ class ProfiledCosts:
             if plan.most_shards > 1:
                 self._link("exchange")
                 self._link("shard_sum")
+
+    def with_speeds(self, speeds: Sequence[float]) -> ProfiledCosts:
+        """Return the same costs for devices of these speeds by rank; empty: as they are."""
+        found = copy(self)
+        found._speeds = list(speeds) or self._speeds
+        return found
 
     def _times_of(self, op: Op, is_recomputed: bool) -> OpTimes:
         kind, known = op_kind(op), self._compute.ops
@@ -145,9 +153,8 @@ class ProfiledCosts:
 
     def _slowdown(self, stage: int, shard: int) -> float:
         """Return the factor on the compute times of a rank."""
-        if self._cluster is None:
-            return 1.0
-        return 1.0 / self._cluster.devices[self.plan.placement.rank(stage, shard)].speed
+        rank = self.plan.placement.rank(stage, shard)
+        return 1.0 / self._speeds[rank] if self._speeds else 1.0
 
     def begin_s(self, stage: int, shard: int) -> float:
         """Return the time of the work before the first action of an epoch.

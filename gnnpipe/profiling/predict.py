@@ -48,17 +48,27 @@ class Predictor:
     """Predicts epochs of one run on every rank; rank 0 has the costs and simulates."""
 
     def __init__(
-        self, prepared: Prepared, mesh: Mesh, costs: ProfiledCosts | None, profile: Profile | None
+        self,
+        prepared: Prepared,
+        mesh: Mesh,
+        costs: ProfiledCosts | None,
+        profile: Profile | None,
+        speeds: Sequence[float] = (),
     ) -> None:
+        self.speeds = speeds or (1.0,) * mesh.world_size
+        """The assumed speed of each rank's device."""
         self._prepared, self._mesh, self._costs = prepared, mesh, costs
         link = None if profile is None else profile.message
         self._link_bytes_per_s = math.inf if link is None else link.bandwidth_bytes_per_s
 
     @classmethod
-    def of_run(cls, prepared: Prepared, mesh: Mesh, epochs: int) -> Predictor | None:
+    def of_run(
+        cls, prepared: Prepared, mesh: Mesh, epochs: int, speeds: Sequence[float] = ()
+    ) -> Predictor | None:
         """Take a short profile, or read the config's profile; call it on every rank.
 
-        ``epochs``: how many the run has left. None if the config disables predictions, if a profile
+        ``epochs``: how many the run has left. ``speeds``: of the ranks' devices; empty: all are
+        equal. None if the config disables predictions, if a profile
         would take too long or too few epochs are left, with label iterations, and on GPUs, whose
         epochs have no recorded steps.
         """
@@ -74,16 +84,16 @@ class Predictor:
             profile = on_rank_0(mesh, lambda: read_profile(config.profile))
         else:
             with Step("measuring an epoch, to predict its time", config.quiet, mesh.rank == 0):
-                profile = take_short_profile(prepared, mesh, sizes, epochs)
+                profile = take_short_profile(prepared, mesh, sizes, epochs, speeds)
             if not mesh.share(profile is not None):
                 return None
 
         def costs() -> ProfiledCosts | None:
             if profile is None:
                 return None
-            return run_costs(prepared, profile, ranks_per_machine, sizes)
+            return run_costs(prepared, profile, ranks_per_machine, sizes).with_speeds(speeds)
 
-        return cls(prepared, mesh, on_rank_0(mesh, costs), profile)
+        return cls(prepared, mesh, on_rank_0(mesh, costs), profile, speeds)
 
     def epoch(self, order: Sequence[int] | None = None) -> Prediction:
         """Predict an epoch with the chunks in ``order`` (default: the order of the last epoch).

@@ -166,13 +166,19 @@ def take_profile(
 
 
 def take_short_profile(
-    prepared: Prepared, mesh: Mesh, sizes: PlanSizes | None, epochs: int
+    prepared: Prepared,
+    mesh: Mesh,
+    sizes: PlanSizes | None,
+    epochs: int,
+    speeds: Sequence[float] = (),
 ) -> Profile | None:
     """Measure the run's own plan; returns a profile on rank 0, which alone needs ``sizes``.
 
-    ``epochs``: how many the run has left. None on every rank if it would take too long.
+    ``epochs``: how many the run has left. ``speeds``: of the ranks' devices; empty: all are equal.
+    None on every rank if it would take too long.
     """
-    has_cores = crowding(torch.get_num_threads(), mesh.gather) <= 1
+    # Speeds are by the wall clock.
+    has_cores = not speeds and crowding(torch.get_num_threads(), mesh.gather) <= 1
     with measured_epochs(prepared, [mesh], has_cores) as run_epoch:
         found: list[Mapping[StepKey, float]] = []
         spent_s, limit_s = 0.0, math.inf
@@ -194,7 +200,8 @@ def take_short_profile(
         return None
     samples = []
     for rank, times in enumerate(by_rank):
-        for key, time_s in times.items():
+        for key, measured_s in times.items():
+            time_s = measured_s * speeds[rank] if speeds else measured_s
             # The sum of all steps should be right, rather than each of them.
             work = work_of(key, prepared, sizes, mesh.placement.shard(rank))
             samples.append(Sample(time_s, work, weight=time_s))

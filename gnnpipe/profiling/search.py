@@ -302,6 +302,8 @@ class RunPlanner:
     """Prints a line on rank 0."""
     cluster: Cluster | None = None
     """Devices and links by rank; None: measured."""
+    speeds: list[float] = field(default_factory=list)
+    """Speed of each rank's device, once planned; empty if all are equal."""
 
     def num_ranks(self, shape: Shape) -> int:
         """Returns the number of ranks of the world."""
@@ -321,6 +323,8 @@ class RunPlanner:
                 self.say("plan: 1 stage, 1 shard, 1 chunk: the fastest on one device, and it fits")
                 return plain.plan
         profile, cluster = self._measured(request, cluster)
+        if cluster is not None:
+            self.speeds[:] = [device.speed for device in cluster.devices]
         hardware = Hardware(profile, None, cluster, world.world_size)
         if world.world_size > 1:
             request.halo(world.world_size, world.world_size)  # counted on all ranks

@@ -34,7 +34,7 @@ from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import GivenPlan, Planner
 from gnnpipe.profiling.links import receive_bandwidth
 from gnnpipe.profiling.predict import Predictor, check_profile_file
-from gnnpipe.profiling.search import AUTO, run_planner
+from gnnpipe.profiling.search import AUTO, RunPlanner, run_planner
 from gnnpipe.run.folder import RunFolder, claim_folder, reclaim_folder
 from gnnpipe.run.predictions import check_new_file, write_predictions
 from gnnpipe.run.progress import Progress
@@ -42,6 +42,7 @@ from gnnpipe.run.rank_log import RankLog, is_lost_peer, lost_rank
 from gnnpipe.run.result import RunResult, TrainingRecord, gather_result
 from gnnpipe.run.resume import Start, find_start, identity_of, last_run, restarted, seconds_so_far
 from gnnpipe.run.signals import SIGINT, Stopping
+from gnnpipe.run.straggler import straggler_watch
 from gnnpipe.run.summary import head_lines, result_lines
 from gnnpipe.run.trained import read_trained
 from gnnpipe.runtime.comm.heartbeat import SILENCE_SHARE, Heartbeat
@@ -380,6 +381,7 @@ class Trainer:
         parts = (config, mesh, prepared, rank_runtime, folder, path, progress, identity, last_epoch)
         loop = Loop(
             *parts,
+            watch=straggler_watch(prepared, self._predictor),
             scheduler=self._scheduler,
             epoch_end=partial(self._callbacks.epoch_end, self),
             checkpoint_end=partial(self._callbacks.checkpoint, self),
@@ -420,7 +422,7 @@ class Trainer:
         give_back()  # otherwise the memory of an epoch and of the result add up
         loop.best.swap()
         weights = self._collect(mesh, prepared)
-        record = TrainingRecord(loop.rows, loop.best, loop.sent_bytes)
+        record = TrainingRecord(loop.rows, loop.best, loop.sent_bytes, loop.watch.found)
         result = gather_result(
             mesh, prepared, loop.rank_runtime, record, loop.path, link_bytes_per_s, self._predictor
         )
@@ -450,7 +452,8 @@ class Trainer:
         reset_peak(mesh.device)
         memory_before_bytes = held_bytes(mesh.device)
         with held_memory(mesh.device):  # measured with the heap settings of the epochs
-            predictor = Predictor.of_run(prepared, mesh, epochs)
+            speeds = self._planner.speeds if isinstance(self._planner, RunPlanner) else ()
+            predictor = Predictor.of_run(prepared, mesh, epochs, speeds)
         if predictor is not None:
             progress.say(f"predicted: {predictor.epoch().epoch_time_s:.3g} s an epoch")
         # Memory that the prediction leaves in the heap must not count as memory of the graph.
