@@ -98,8 +98,8 @@ def _rounded(space: SearchSpace, found: Sequence[Candidate]) -> Candidate | None
         return None
     fastest = sorted(found, key=lambda c: c.closed_form_s)[: 2 * SIMULATED]
     rounded = [candidate.with_rows_of(space.rounded) for candidate in fastest]
-    fits = [c for c in rounded if not c.stages_over(space.device_bytes)]
-    return min(fits, key=lambda c: c.closed_form_s, default=None)
+    by_time = sorted(rounded, key=lambda c: c.closed_form_s)
+    return next((c for c in by_time if not c.stages_over(space.device_bytes)), None)
 
 
 def every_candidate(space: SearchSpace) -> Iterator[Candidate]:
@@ -208,7 +208,8 @@ def _shapes(space: SearchSpace) -> Iterator[_Shape]:
             if stages > len(workload.cuts) + 1:
                 continue
             for slots in arrangements(workload.cluster, len(chosen), stages):
-                parts = ShardSplit.of([shares for _, shares in slots]).num_parts
+                by_stage = dict.fromkeys(shares for _, shares in slots)
+                parts = ShardSplit.of(list(by_stage)).num_parts
                 for form in forms.values():
                     if parts * form.chunks <= rows:
                         exact_form = forms[form.chunks, True]
@@ -218,8 +219,8 @@ def _shapes(space: SearchSpace) -> Iterator[_Shape]:
 def _dag_candidates(space: SearchSpace, chains: Sequence[Candidate]) -> Iterator[Candidate]:
     """Yield plans whose stages form a DAG, for a model with branches on equal devices.
 
-    On as many devices as may be used; for one chunk, and for the numbers of chunks and schedules of
-    the two fastest ``chains``.
+    On as many devices as may be used; for one chunk, and for the number of chunks and the schedule
+    of the fastest of the ``chains`` with several chunks.
     """
     return (c for work in space.workloads for c in _dag_candidates_of(space, work, chains))
 
@@ -238,13 +239,13 @@ def _dag_candidates_of(
     counts = dict.fromkeys([(1, True), *((c.plan.chunks, c.form.is_exact) for c in best)])
     chosen = max(_device_sets(space), key=len)
     workload = work.with_devices(chosen)
-    for chunks, is_exact in list(counts)[:3]:
+    for chunks, is_exact in list(counts)[:2]:
         form = ClosedForm(workload, chunks, is_exact)
         # Memory is estimated for whole plans alone: for every set of ops it would take long.
         costs = StageCosts(units, form, Limits(len(chosen)))
         schedule = EXACT_SCHEDULE if is_exact and chunks > 1 else "fill-drain"
         exact_form = ClosedForm(workload, chunks, True)
-        for stages in candidates(costs, Interval(costs)):
+        for stages in candidates(costs, Interval(costs), is_rough=True):
             plan = as_plan(units, stages, chunks, schedule)
             plan = replace(plan, comm_dtype=work.comm_dtype)
             has_rows = plan.split.num_parts * chunks <= min(work.num_vertices.values())
