@@ -69,7 +69,10 @@ def find_plan(space: SearchSpace) -> FoundPlan:
         fitting[candidate.kind] = min(known, candidate, key=lambda c: c.closed_form_s)
         if len(fitting) >= SIMULATED:
             limit_s = sorted(c.closed_form_s for c in fitting.values())[SIMULATED - 1]
-    for planned in _dag_candidates(space, list(fitting.values())):
+    several = [c for c in fitting.values() if c.plan.chunks > 1]
+    fastest = min(several, key=lambda c: c.closed_form_s, default=None)
+    counts = [(fastest.plan.chunks, fastest.form.is_exact)] if fastest is not None else []
+    for planned in _dag_candidates(space, [(1, True), *counts]):
         candidate = fitted(planned, planned.recomputing, space)
         if not candidate.stages_over(space.device_bytes):
             known = fitting.get(candidate.kind, candidate)
@@ -98,13 +101,15 @@ def _rounded(space: SearchSpace, found: Sequence[Candidate]) -> Candidate | None
         return None
     fastest = sorted(found, key=lambda c: c.closed_form_s)[: 2 * SIMULATED]
     rounded = [candidate.with_rows_of(space.rounded) for candidate in fastest]
-    fits = [c for c in rounded if not c.stages_over(space.device_bytes)]
-    return min(fits, key=lambda c: c.closed_form_s, default=None)
+    by_time = sorted(rounded, key=lambda c: c.closed_form_s)
+    return next((c for c in by_time if not c.stages_over(space.device_bytes)), None)
 
 
 def every_candidate(space: SearchSpace) -> Iterator[Candidate]:
-    """Yield all chains of stages of the search, for comparison with its result."""
-    return (fitted(shape.planned(), shape.planned, space) for shape in _shapes(space))
+    """Yield the plans of all shapes and numbers of chunks, for comparison with the search."""
+    yield from (fitted(shape.planned(), shape.planned, space) for shape in _shapes(space))
+    for planned in _dag_candidates(space, _chunk_counts(space)):
+        yield fitted(planned, planned.recomputing, space)
 
 
 def fitted(
@@ -208,24 +213,24 @@ def _shapes(space: SearchSpace) -> Iterator[_Shape]:
             if stages > len(workload.cuts) + 1:
                 continue
             for slots in arrangements(workload.cluster, len(chosen), stages):
-                parts = ShardSplit.of([shares for _, shares in slots]).num_parts
+                by_stage = dict.fromkeys(shares for _, shares in slots)
+                parts = ShardSplit.of(list(by_stage)).num_parts
                 for form in forms.values():
                     if parts * form.chunks <= rows:
                         exact_form = forms[form.chunks, True]
                         yield _Shape(space, chosen, slots, form, exact_form)
 
 
-def _dag_candidates(space: SearchSpace, chains: Sequence[Candidate]) -> Iterator[Candidate]:
+def _dag_candidates(space: SearchSpace, counts: Sequence[tuple[int, bool]]) -> Iterator[Candidate]:
     """Yield plans whose stages form a DAG, for a model with branches on equal devices.
 
-    On as many devices as may be used; for one chunk, and for the numbers of chunks and schedules of
-    the two fastest ``chains``.
+    On as many devices as may be used. ``counts``: pairs of K and whether the schedule is exact.
     """
-    return (c for work in space.workloads for c in _dag_candidates_of(space, work, chains))
+    return (c for work in space.workloads for c in _dag_candidates_of(space, work, counts))
 
 
 def _dag_candidates_of(
-    space: SearchSpace, work: Workload, chains: Sequence[Candidate]
+    space: SearchSpace, work: Workload, counts: Sequence[tuple[int, bool]]
 ) -> Iterator[Candidate]:
     """Yield the candidates of ``_dag_candidates`` for rows of one number type."""
     is_equal = work.cluster is None or (
@@ -234,17 +239,15 @@ def _dag_candidates_of(
     units = UnitDag.of(work.model, joins_row_wise=True)
     if not is_equal or space.num_devices == 1 or not has_branches(units):
         return
-    best = sorted(chains, key=lambda c: c.closed_form_s)
-    counts = dict.fromkeys([(1, True), *((c.plan.chunks, c.form.is_exact) for c in best)])
     chosen = max(_device_sets(space), key=len)
     workload = work.with_devices(chosen)
-    for chunks, is_exact in list(counts)[:3]:
+    for chunks, is_exact in counts:
         form = ClosedForm(workload, chunks, is_exact)
         # Memory is estimated for whole plans alone: for every set of ops it would take long.
         costs = StageCosts(units, form, Limits(len(chosen)))
         schedule = EXACT_SCHEDULE if is_exact and chunks > 1 else "fill-drain"
         exact_form = ClosedForm(workload, chunks, True)
-        for stages in candidates(costs, Interval(costs)):
+        for stages in candidates(costs, Interval(costs), is_rough=True):
             plan = as_plan(units, stages, chunks, schedule)
             plan = replace(plan, comm_dtype=work.comm_dtype)
             has_rows = plan.split.num_parts * chunks <= min(work.num_vertices.values())

@@ -180,6 +180,8 @@ class Candidate:
     def without_needless_recomputation(self, device_bytes: Sequence[int]) -> Candidate:
         """Return the same plan, in which stages that fit without recomputation do not recompute."""
         chosen = {i for i, stage in enumerate(self.plan.stages) if stage.recompute}
+        if not chosen:
+            return self
         needed = chosen & self.recomputing(()).stages_over(device_bytes)
         return self if needed == chosen else self.recomputing(needed)
 

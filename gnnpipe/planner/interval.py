@@ -165,7 +165,9 @@ class _StateSearch:
         for one in sorted(found, key=lambda s: s[:3]):
             if not any(other.is_as_good_as(one) for other in kept):
                 kept.append(one)
-        return kept[:MOST_SUFFIXES]
+                if len(kept) == MOST_SUFFIXES:
+                    break
+        return kept
 
 
 def _all_states(dag: UnitDag) -> list[int] | None:

@@ -26,6 +26,8 @@ FIRST_SLACK = 0.05
 """The first target is this much above the work of all units spread evenly over the devices."""
 TOLERANCE = 0.005
 """Relative width at which the bisection of the target ends."""
+ROUGH_TOLERANCE = 0.03
+"""The same for a search whose answers are compared by another closed form."""
 MOST_LAST_STEPS = 10
 """Targets just below the best time that are tried after the bisection."""
 WIDER_TARGETS = (1.05, 1.1, 1.2, 1.5)
@@ -221,13 +223,16 @@ def depths(dag: UnitDag, stages: Stages) -> list[int]:
     return found
 
 
-def falling_targets(costs: StageCosts, planner: TargetSearch) -> list[Stages]:
+def falling_targets(
+    costs: StageCosts, planner: TargetSearch, is_rough: bool = False
+) -> list[Stages]:
     """Return a planner's answers to several targets, the one with the least bottleneck last.
 
     The least target is bracketed and bisected. Then targets just below the best time are tried: the
     last answer is optimal for the planner unless more than ``MOST_LAST_STEPS`` possible times lie
-    within ``TOLERANCE``.
+    within ``TOLERANCE``. ``is_rough``: stop at ``ROUGH_TOLERANCE``, without last steps.
     """
+    tolerance = ROUGH_TOLERANCE if is_rough else TOLERANCE
     found: list[Stages] = []
 
     def is_possible(target_s: float) -> bool:
@@ -247,13 +252,13 @@ def falling_targets(costs: StageCosts, planner: TargetSearch) -> list[Stages]:
     high_s = costs.bottleneck_s(found[-1])
     if high_s < low_s * (1 - 1e-9):
         low_s = high_s / 2
-    while high_s > low_s * (1 + TOLERANCE):
+    while high_s > low_s * (1 + tolerance):
         target_s = (high_s * low_s) ** 0.5
         if is_possible(target_s):
             high_s = costs.bottleneck_s(found[-1])
         else:
             low_s = target_s
-    for _ in range(MOST_LAST_STEPS):
+    for _ in range(0 if is_rough else MOST_LAST_STEPS):
         if not is_possible(high_s * (1 - 1e-9)):
             break
         high_s = costs.bottleneck_s(found[-1])
@@ -321,9 +326,9 @@ def search(planner_of: Callable[[StageCosts], TargetSearch], request: Request) -
     return min(best, key=lambda one: one.epoch_s)
 
 
-def candidates(costs: StageCosts, planner: TargetSearch) -> list[Stages]:
-    """Return different stages for one number of chunks."""
-    found = falling_targets(costs, planner)
+def candidates(costs: StageCosts, planner: TargetSearch, is_rough: bool = False) -> list[Stages]:
+    """Return different stages for one number of chunks; ``is_rough`` as in ``falling_targets``."""
+    found = falling_targets(costs, planner, is_rough)
     if found:
         least_s = costs.bottleneck_s(found[-1])
         best_s = costs.pipeline_s(found[-1], planner.is_chain)
