@@ -54,13 +54,9 @@ def slow_rank(shape, slow, staleness="none"):
     return result.time_shares, [row.epoch_time_s for row in result.history]
 
 
-ACTION_S = 0.004
-"""Time that every action of ``slow_devices`` takes besides its own."""
-
-
 @contextmanager
-def slow_devices(half_speed):
-    """Context in which every compute action takes 4 ms more, and on one rank twice as long.
+def slow_devices(half_speed, action_s=0.004):
+    """Context in which every compute action takes some ms more, and on one rank twice as long.
 
     Made so long, what an action takes hardly depends on other programs of the machine.
     """
@@ -74,7 +70,7 @@ def slow_devices(half_speed):
     def longer(inner):
         def run(self, action):
             inner(self, action)
-            time.sleep(ACTION_S)
+            time.sleep(action_s)
 
         return run
 

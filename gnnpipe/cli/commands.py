@@ -105,7 +105,9 @@ def _train(options: argparse.Namespace) -> int:
         from gnnpipe.runtime.comm.launch import launched_rank
         from gnnpipe.train.trainer import Trainer
 
-        trainer = Trainer(config, resume=options.resume, cluster=cluster)
+        # Given now, not in the config of the run that is resumed.
+        replan = options.resume is not None and getattr(options, "plan", None) == "auto"
+        trainer = Trainer(config, resume=options.resume, cluster=cluster, replan=replan)
         result = trainer.fit()
         if config.quiet and launched_rank() == 0:
             print("\n".join(result_lines(result)), flush=True)

@@ -404,15 +404,23 @@ def run_planner(
     cluster: Cluster | None = None,
     resumed: Path | None = None,
     planned_ranks: int = 0,
+    replan: bool = False,
 ) -> Planner:
     """Returns a search, or the plan of the run in folder ``resumed`` if found for as many ranks.
 
-    ``planned_ranks``: ranks of the launch that found this plan, which may use fewer.
+    ``planned_ranks``: ranks of the launch that found this plan, which may use fewer. With
+    ``replan`` or a ``cluster`` always a search.
     """
     if resumed is not None and (resumed / "plan.json").exists():
         kept = GivenPlan.read(str(resumed / "plan.json"))
-        if world.world_size in (kept.given.num_ranks, planned_ranks):
+        is_kept = not replan and cluster is None
+        if is_kept and world.world_size in (kept.given.num_ranks, planned_ranks):
             return kept
         config = settled_config(config, kept.given)  # what changes results stays
     is_quiet = config.quiet or world.rank > 0
     return RunPlanner(config, world, (lambda line: None) if is_quiet else say, cluster)
+
+
+def planned_speeds(planner: Planner | None, world: World) -> list[float]:
+    """Returns the speed of each rank's device that a search has found; empty if all are equal."""
+    return planner.speeds[: world.world_size] if isinstance(planner, RunPlanner) else []

@@ -126,6 +126,10 @@ def resumed_config(run: str | Path, changes: Mapping[str, Any] | None = None) ->
                 f"{flag(name)} {value}: the run in {str(run)!r} has {values[name]}, which a "
                 "resumed run cannot change; leave it out, or start a new run without --resume"
             )
+    if changes.get("plan", "uniform") != "uniform":
+        # The shape of the run so far; the new plan has one of its own.
+        for name in ("stages", "shards", "chunks"):
+            values.pop(name, None)
     # The prediction is not part of the run: the new settings count, and a profile that has been
     # deleted does not prevent resuming.
     if changes.get("profile"):

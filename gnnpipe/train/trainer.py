@@ -34,7 +34,7 @@ from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import GivenPlan, Planner
 from gnnpipe.profiling.links import receive_bandwidth
 from gnnpipe.profiling.predict import Predictor, check_profile_file
-from gnnpipe.profiling.search import AUTO, RunPlanner, run_planner
+from gnnpipe.profiling.search import AUTO, planned_speeds, run_planner
 from gnnpipe.run.folder import RunFolder, claim_folder, reclaim_folder
 from gnnpipe.run.predictions import check_new_file, write_predictions
 from gnnpipe.run.progress import Progress
@@ -96,6 +96,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         resume: str | Path | None = None,
         cluster: Cluster | None = None,
+        replan: bool = False,
     ) -> None:
         """Checks the arguments; nothing is read before ``fit``, ``plan`` or ``model`` is used.
 
@@ -124,8 +125,8 @@ class Trainer:
             callbacks: Run in this order; see ``Callback``.
             resume: Folder of a run to continue from its newest complete checkpoint; ``config`` is
                 then the result of ``resumed_config``.
-            cluster: The devices of the ranks and their links, for ``plan="auto"``; ``None``: both
-                are measured before the run.
+            cluster: Devices of the ranks and links, for ``plan="auto"``; ``None``: measured.
+            replan: Search a plan anew for a resumed run, in place of the run's own.
 
         Raises:
             InputError: An argument has a wrong type or value. ``fit`` also raises ``InputError``,
@@ -137,9 +138,10 @@ class Trainer:
         self.config = config
         self._graph, self._model = given, model
         self._planner: Planner | None = None if plan is None else GivenPlan(plan)
-        if cluster is not None and (plan is not None or config.plan != AUTO):
-            raise InputError(f"--cluster: only used by --plan {AUTO}, which searches; leave it out")
-        self._cluster = cluster
+        for name, is_given in (("--cluster", cluster is not None), ("replan", replan)):
+            if is_given and (plan is not None or config.plan != AUTO):
+                raise InputError(f"{name}: only used by --plan {AUTO}, a search; leave it out")
+        self._cluster, self._replan = cluster, replan
         self._world, self._loss_fn = world, loss_fn
         self._optimizer, self._scheduler = optimizer, scheduler
         self._callbacks = Callbacks(with_loggers(config, callbacks))
@@ -243,7 +245,8 @@ class Trainer:
         """
         world = self._join()
         if self._planner is None and self.config.plan == AUTO:
-            self._planner = run_planner(self.config, world, self._cluster, *last_run(resumed))
+            given = self.config, world, self._cluster, *last_run(resumed), self._replan
+            self._planner = run_planner(*given)
         if self._prepared is None:
             with _without_autocast(world):
                 self._prepared = prepare(
@@ -452,7 +455,7 @@ class Trainer:
         reset_peak(mesh.device)
         memory_before_bytes = held_bytes(mesh.device)
         with held_memory(mesh.device):  # measured with the heap settings of the epochs
-            speeds = self._planner.speeds if isinstance(self._planner, RunPlanner) else ()
+            speeds = planned_speeds(self._planner, mesh)
             predictor = Predictor.of_run(prepared, mesh, epochs, speeds)
         if predictor is not None:
             progress.say(f"predicted: {predictor.epoch().epoch_time_s:.3g} s an epoch")

@@ -1,0 +1,60 @@
+"""A resumed run keeps its plan, or is planned anew with the speeds that the ranks have now."""
+
+import contextlib
+import csv
+
+import pytest
+from helpers import quick_config, run_ranks
+from slow_ranks import slow_devices
+
+from gnnpipe import Trainer
+from gnnpipe.cli.main import main
+from gnnpipe.errors import IdleRank, InputError
+from gnnpipe.plan import Plan
+
+GRAPH = "synthetic:planted:n=800,degree=10,classes=4,features=16"
+FLAGS = ["--dataset", GRAPH, "--layers", "3", "--hidden", "16", "--dtype", "float64", "--quiet"]
+FLAGS += ["--eval-every", "0", "--cache-dir", "off", "--staleness", "exact", "--no-predict"]
+
+
+def train(flags):
+    """Runs the command while rank 1 has half the speed."""
+    with slow_devices(1), contextlib.suppress(IdleRank, SystemExit):
+        return main(["train", "--device", "cpu", *flags])
+    return 0
+
+
+def work_of_rank_1(folder):
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    return sum(
+        len(stage.ops) * share / plan.num_ops
+        for stage in plan.stages
+        for rank, share in zip(stage.ranks, stage.shares, strict=True)
+        if rank == 1
+    )
+
+
+def losses(folder):
+    with open(folder / "metrics.csv", newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def test_the_flag_plans_anew_and_losses_go_on(tmp_path):
+    folder, alone = tmp_path / "run", tmp_path / "alone"
+    first = [*FLAGS, "--shards", "2", "--epochs", "3", "--checkpoint-every", "3"]
+    assert run_ranks(train, 2, [*first, "--out", str(folder)]) == [0, 0]
+    assert work_of_rank_1(folder) == pytest.approx(0.5)
+    again = ["--resume", str(folder), "--quiet", "--epochs"]
+    assert run_ranks(train, 2, [*again, "5", "--plan", "auto"]) == [0, 0]
+    planned = work_of_rank_1(folder)
+    assert planned < 0.42
+    # Without the flag the run keeps its plan.
+    assert run_ranks(train, 2, [*again, "6"]) == [0, 0]
+    assert work_of_rank_1(folder) == planned
+    assert main(["train", *FLAGS, "--epochs", "6", "--out", str(alone)]) == 0
+    assert losses(folder) == pytest.approx(losses(alone), rel=1e-9)
+
+
+def test_only_a_search_plans_anew():
+    with pytest.raises(InputError, match="replan: only used by --plan auto"):
+        Trainer(quick_config(), replan=True)
