@@ -235,9 +235,9 @@ class Settings:
     row_way: str = _shape(
         "halo",
         "how rows of neighbours travel among shards: halo (exactly the rows that other shards "
-        "read) or columns (each shard gets some columns of all rows, and the whole matrix; for "
-        "layers with fixed edge weights, without stale rows)",
-        choices=("halo", "columns"),
+        "read), gather (all rows) or columns (each shard gets some columns of all rows, and the "
+        "whole matrix; for layers with fixed edge weights, without stale rows)",
+        choices=("halo", "gather", "columns"),
     )
     partitioner: str = _shape(
         "metis", "how vertices are partitioned into chunks and shards: metis, range or random"

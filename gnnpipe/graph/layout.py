@@ -9,6 +9,7 @@ gradients of chunk c are one contiguous range to send back.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +83,28 @@ def shard_layout(graph: Graph | Pairs, chunking: Chunking, shard: int) -> ShardL
     send_rows = np.split(local, np.cumsum(send_counts.sum(1))[:-1])
     return ShardLayout(
         shard, own, halo, own_ptr, halo_ptr, receive_counts, send_counts, tuple(send_rows)
+    )
+
+
+def gathered_layout(chunking: Chunking, shard: int) -> ShardLayout:
+    """The layout of a shard that reads all rows of all other shards."""
+    owner, cells = chunking.shard_of_row(), chunking.cell_sizes
+    others = np.arange(chunking.shards) != shard
+    receive_counts, send_counts = cells * others, np.outer(cells[:, shard], others)
+    own_ptr = np.concatenate([[0], np.cumsum(cells[:, shard])]).astype(np.int64)
+    halo_ptr = np.concatenate([[0], np.cumsum(receive_counts.sum(1))]).astype(np.int64)
+    send_rows = tuple(
+        np.tile(np.arange(start, stop), chunking.shards - 1) for start, stop in pairwise(own_ptr)
+    )
+    return ShardLayout(
+        shard,
+        np.flatnonzero(owner == shard),
+        np.flatnonzero(owner != shard),
+        own_ptr,
+        halo_ptr,
+        receive_counts,
+        send_counts,
+        send_rows,
     )
 
 

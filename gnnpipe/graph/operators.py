@@ -196,7 +196,7 @@ def local_rows(rows: sp.csr_array, layout: ShardLayout, into: ShardLayout) -> sp
     if columns.min(initial=0) < 0:
         raise InputError(
             "model: forward draws edges that it does not have in evaluation, whose rows shards do "
-            "not exchange; try --shards 1"
+            "not exchange; try --row-way gather, or --shards 1"
         )
     shape = (into.num_own, layout.num_rows)
     local = sp.csr_array((own.data, columns, own.indptr), shape=shape)

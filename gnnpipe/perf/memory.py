@@ -195,8 +195,13 @@ class RankMemory:
     @cached_property
     def by_columns(self) -> frozenset[str]:
         """Ops whose rows travel by columns."""
-        plan, ops = self.plan, self.plan.stages[self.stage].ops
-        return frozenset(self.model.ops[i].name for i in ops if plan.way(i) is RowWay.COLUMNS)
+        return frozenset(op for op, way in self._ways.items() if way is RowWay.COLUMNS)
+
+    @cached_property
+    def _ways(self) -> dict[str, RowWay]:
+        """How the rows of each op travel among the shards."""
+        plan = self.plan
+        return {self.model.ops[i].name: plan.way(i) for i in plan.stages[self.stage].ops}
 
     @cached_property
     def pushing(self) -> list[Op]:
@@ -326,8 +331,9 @@ class RankMemory:
 
     def _table_rows(self, op: Op) -> int:
         """Rows of an op's history table."""
-        rows = self.sizes.table_rows
-        return (self.sizes.graph_rows if op.name in self.by_columns else rows)[op.pushed_type]
+        is_halo = self._ways[op.name] is RowWay.HALO
+        rows = self.sizes.table_rows if is_halo else self.sizes.graph_rows
+        return rows[op.pushed_type]
 
     def _table_width(self, op: Op) -> int:
         """Columns of an op's history table."""

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from enum import Enum, auto
+from functools import cached_property
 from itertools import combinations
 
 import numpy as np
@@ -192,7 +193,7 @@ class ProfiledCosts:
             if part.side is Side.BEFORE and not op.is_mean:
                 # A row that travels by columns is copied when it is sent and when it arrives.
                 by_columns = self.plan.way(part.op) is RowWay.COLUMNS
-                copied = 2 * rows if by_columns else sizes.boundary[op.pushed_type]
+                copied = 2 * rows if by_columns else self._sent_rows(Direction.FORWARD, stage, op)
                 total += self._compute.boundary_per_number_s * copied * op.push_width
         return total if self._cluster else total + self._busy_times(way, stage, step)
 
@@ -242,7 +243,7 @@ class ProfiledCosts:
         """
         op, shares = self.model.ops[part.op], self.plan.stages[stage].shares
         edges = self._sizes.stages[stage].columns(op, part.side)[1].astype(np.float64)
-        if self.plan.way(part.op) is RowWay.HALO:
+        if self.plan.way(part.op) is not RowWay.COLUMNS:
             return edges
         own = np.diff(column_bounds(op.push_width, shares)) / op.push_width
         return np.outer(own, edges.sum(0))
@@ -418,16 +419,34 @@ class ProfiledCosts:
         key = way, stage, step
         if key not in self._exchanges:
             sizes = self._sizes.stages[stage]
-            rows = sizes.boundary if way == Direction.FORWARD else sizes.halo
             total = np.zeros((sizes.shards, sizes.chunks), dtype=np.int64)
             by_columns = self._by_columns(stage, step)
             for op in self._pushing(stage, step):
                 if not op.is_mean and op not in by_columns:
-                    total += rows[op.pushed_type] * (op.push_width * self._row_bytes)
+                    rows = self._sent_rows(way, stage, op)
+                    total += rows * (op.push_width * self._row_bytes)
             if way == Direction.FORWARD:
                 total += self._column_bytes(stage, step, ColumnMove.PUSHED_TO_COLUMNS)
             self._exchanges[key] = total
         return self._exchanges[key]
+
+    @cached_property
+    def _gathered(self) -> frozenset[str]:
+        """Ops whose rows are gathered."""
+        ways = self.plan.ways.items()
+        return frozenset(self.model.ops[op].name for op, way in ways if way is RowWay.GATHER)
+
+    def _sent_rows(self, way: Direction, stage: int, op: Op) -> npt.NDArray[np.int64]:
+        """Return the rows that each shard sends for an op, once for each shard that reads it.
+
+        Forward its boundary rows, backward gradients of its halo rows, [G, K]. By ``GATHER`` all
+        own rows go to all other shards.
+        """
+        sizes, is_forward = self._sizes.stages[stage], way == Direction.FORWARD
+        if op.name not in self._gathered:
+            return (sizes.boundary if is_forward else sizes.halo)[op.pushed_type]
+        rows = sizes.rows[op.pushed_type]
+        return rows * (sizes.shards - 1) if is_forward else rows.sum(0) - rows
 
     def mean_bytes(self, stage: int, step: int) -> Sequence[int]:
         """Return the bytes of each sum for a mean that the step pushes, in order; one copy.

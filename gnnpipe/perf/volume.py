@@ -124,6 +124,7 @@ def row_way_bytes(
     Forward and backward of an epoch, and its label iterations. ``COLUMNS``: in each pass the sum
     over the shards of (n + m) (F - f) numbers, for a shard that pushes n rows, aggregates m rows
     and has f of the F columns. With equal shares and N rows of both kinds 2 N F (G-1) / G.
+    ``GATHER``: in each pass every row goes to all other shards, N F (G-1).
 
     Args:
         dag: The stages of the plan.
@@ -138,6 +139,11 @@ def row_way_bytes(
             if plan.way(i) is RowWay.HALO:
                 continue
             op = model.ops[i]
+            if plan.way(i) is RowWay.GATHER:
+                gathered = (stage.shards - 1) * sum(of_stage.own[op.pushed_type]) * op.push_width
+                numbers = (2 + label_iterations) * gathered
+                total += plan.collectives.rows.sent_bytes(stage.shards, numbers * row_bytes)
+                continue
             all_rows = of_stage.own[op.vertex_type]
             trained = of_stage.loss if op.name in of_stage.limited else all_rows
             pushed, read, limited = (

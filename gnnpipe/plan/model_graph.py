@@ -174,9 +174,10 @@ class Op:
             return ""
         if not self.aggregates or self.is_mean:
             return "aggregates no rows of neighbours"
+        if self.over_pairs:
+            return "scores pairs of rows, which travel by halo only"
         if way is RowWay.COLUMNS and not self.is_linear:
-            kind = "scores pairs of rows" if self.over_pairs else "computes messages of whole rows"
-            return f"{kind}, and a rank would have only some columns"
+            return "computes messages of whole rows, and a rank would have only some columns"
         return ""
 
     @property

@@ -130,7 +130,9 @@ class _RankBuilder:
     def make_executor(self, targets: Targets) -> Executor:
         """Returns the executor, with tables, stage, forecaster and optimizer."""
         prepared, mesh, config = self._prepared, self._mesh, self._prepared.config
-        specs = self._history_specs()
+        ways = sorted({RowWay.HALO, *prepared.plan.ways.values()} - {RowWay.COLUMNS})
+        specs = {way: self._history_specs(self._builder.layouts_of(way)) for way in ways}
+        exchanges = [spec.exchange for by_type in specs.values() for spec in by_type.values()]
         loss_rows, operators = self._make_loss_rows()
         precomputed = self._precompute_aggregations()
         self._stage_module.use_aggregated_features(precomputed.keys())
@@ -168,7 +170,7 @@ class _RankBuilder:
                 prepared.graph.row_types,
                 prepared.probes,
             ),
-            [self._column_exchange, *(spec.exchange for spec in specs.values())],
+            [self._column_exchange, *exchanges],
             self._make_weight_update(),
             (prepared.dtype, prepared.row_dtype),
             forecaster,
@@ -411,7 +413,10 @@ class _RankBuilder:
         return Forecaster(
             self._stage_module,
             stage.histories,
-            {key: made for (key, _), made in self._structures.items()},
+            {
+                a.name: self._structures[self._builder.key(a)]
+                for a in self._stage_module.aggregations
+            },
             ProbeRows(replace(rows, is_probe=True), own_probes, totals),
             mesh,
             prepared.dtype,
@@ -419,7 +424,7 @@ class _RankBuilder:
             prepared.given_edges is not None,
         )
 
-    def _history_specs(self) -> dict[str, HistorySpec]:
+    def _history_specs(self, layouts: Mapping[str, ShardLayout]) -> dict[str, HistorySpec]:
         """Returns the settings of the training tables by vertex type."""
         prepared, device = self._prepared, self._mesh.device
         staleness, is_exact = prepared.staleness, prepared.program.is_exact
@@ -439,18 +444,19 @@ class _RankBuilder:
                 staleness.scale_live_gradients,
                 None if is_exact else sample_of(layout),
             )
-            for name, layout in self.layouts.items()
+            for name, layout in layouts.items()
         }
 
     def _open_history(
         self,
         aggregation: Aggregation,
-        specs: Mapping[str, HistorySpec],
+        specs: Mapping[RowWay, Mapping[str, HistorySpec]],
         loss_row_operators: Mapping[str, LinearOperator],
         is_training: bool,
     ) -> History:
         """Opens the table of an aggregation for training or evaluation."""
-        spec = specs[aggregation.pushed_type]
+        way = self._prepared.way_of(aggregation.name)
+        spec = specs.get(way, specs[RowWay.HALO])[aggregation.pushed_type]
         structure = self._structures[self._builder.key(aggregation)]
         if is_training:
             structure = loss_row_operators.get(aggregation.name, structure)
@@ -461,7 +467,7 @@ class _RankBuilder:
             return MeanHistory(spec, aggregation.width, structure)
         if isinstance(structure, Blocks):
             return BlockHistory(spec, aggregation.width, structure)
-        if self._prepared.way_of(aggregation.name) is RowWay.COLUMNS:
+        if way is RowWay.COLUMNS:
             reads_loss_rows = is_training and aggregation.name in loss_row_operators
             cells = self._builder.cells(aggregation, reads_loss_rows)
             spec = replace(spec, layout=self._builder.layouts(aggregation)[aggregation.pushed_type])

@@ -10,7 +10,7 @@ import torch
 
 from gnnpipe.graph.blocks import Blocks, EdgeData, edge_data_of
 from gnnpipe.graph.graph import Graph
-from gnnpipe.graph.layout import ShardLayout, restrict, shard_layout, table_layouts
+from gnnpipe.graph.layout import ShardLayout, gathered_layout, restrict, shard_layout, table_layouts
 from gnnpipe.graph.operators import (
     EVERYONE,
     RELATION,
@@ -51,8 +51,19 @@ class StructureBuilder:
 
     def layouts(self, aggregation: Aggregation) -> Mapping[str, ShardLayout]:
         """Return the layouts of the rows that this rank aggregates, by vertex type."""
-        is_columns = self._prepared.way_of(aggregation.name) is RowWay.COLUMNS
-        return self._whole if is_columns else self._layouts
+        return self.layouts_of(self._prepared.way_of(aggregation.name))
+
+    def layouts_of(self, way: RowWay) -> Mapping[str, ShardLayout]:
+        """Return the layouts of the rows that a way brings to this rank, by vertex type."""
+        if way is RowWay.HALO:
+            return self._layouts
+        return self._gathered if way is RowWay.GATHER else self._whole
+
+    @cached_property
+    def _gathered(self) -> Mapping[str, ShardLayout]:
+        """Layouts of own rows and all others."""
+        layout = gathered_layout(self._chunking, self._mesh.shard)
+        return table_layouts(self._prepared.graph, self._chunking, layout)
 
     @cached_property
     def _whole(self) -> Mapping[str, ShardLayout]:

@@ -1,4 +1,4 @@
-"""Costs of rows that travel by columns: bytes, work, and the order of products and exchanges."""
+"""Costs of the ways of rows: bytes, work, and the order of products and exchanges."""
 
 import pytest
 from profiles import prepared_of, profile_of
@@ -25,9 +25,10 @@ def tasks_of(prepared, overlap=True):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("row_way", ["gather", "columns"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bytes_on_the_wires_are_the_closed_form(shape, overlap):
-    prepared = run_of(shape)
+def test_bytes_on_the_wires_are_the_closed_form(shape, row_way, overlap):
+    prepared = run_of(shape, row_way)
     tasks = tasks_of(prepared, overlap)
     exchanges = TaskKind.EXCHANGE_FORWARD, TaskKind.EXCHANGE_BACKWARD
     sent = sum(what.size_bytes for what in tasks.what if what.kind in exchanges)

@@ -43,6 +43,7 @@ def test_other_ops_travel_by_halo():
     [
         ({2: RowWay.COLUMNS}, {}, r"plan: ways: 2: must be an op from 0 to 1"),
         ({1: RowWay.COLUMNS}, {"model": "gat"}, r"columns: layer 1 \(gat1\) computes messages"),
+        ({1: RowWay.GATHER}, {"ranks": (0,)}, r"gather: layer 1 .* is on a single rank"),
         ({1: RowWay.COLUMNS}, {"ranks": (0,)}, r"layer 1 .* is on a single rank, which sends no"),
         ({1: RowWay.COLUMNS}, {"chunks": 4}, r"columns: 4 chunks read stale rows.*--staleness ex"),
     ],
@@ -87,7 +88,7 @@ def test_a_flag_without_effect_is_said():
 def test_an_unknown_way_is_refused():
     plan = Plan((StagePlan.even((0, 1), (0, 1)),), 1, "fill-drain", ways={1: RowWay.COLUMNS})
     text = plan.to_json().replace("columns", "pigeons")
-    with pytest.raises(InputError, match="ways: 'pigeons': must be one of halo, columns"):
+    with pytest.raises(InputError, match="ways: 'pigeons': must be one of halo, gather, columns"):
         Plan.from_json(text)
 
 

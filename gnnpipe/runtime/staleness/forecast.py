@@ -40,8 +40,6 @@ from gnnpipe.runtime.staleness.affine_map import (
 )
 
 _Structure = LinearOperator | Blocks | Everyone
-_StructureKey = tuple[str, str, str]
-"""``Aggregation.structure_key``"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +60,7 @@ class Forecaster:
         self,
         stage_module: StageModule,
         histories: Mapping[str, History],
-        structures: Mapping[_StructureKey, _Structure],
+        structures: Mapping[str, _Structure],
         probes: ProbeRows,
         mesh: Mesh,
         dtype: torch.dtype,
@@ -74,7 +72,8 @@ class Forecaster:
         Args:
             stage_module: The ops of the stage.
             histories: Histories by name of the aggregation.
-            structures: Matrix, blocks or mean by ``Aggregation.structure_key``.
+            structures: Matrix, blocks or mean by name of the aggregation; aggregations may share
+                one.
             probes: The probe vertices.
             mesh: The ranks.
             dtype: Number type of values.
@@ -91,20 +90,18 @@ class Forecaster:
         self._probes, self._leaving = probes, leaving
         # If no value leaves the stage, the last step is not needed.
         self._num_steps = stage_module.num_steps - (not leaving)
-        self._over = {a.name: a.structure_key for a in stage_module.aggregations}
-        self._neighbours: dict[_StructureKey, _Neighbours] = {}
-        self._stale: dict[_StructureKey, StaleRows] = {}
+        self._over = structures
+        self._neighbours: dict[_Structure, _Neighbours] = {}
+        self._stale: dict[_Structure, StaleRows] = {}
         for a in stage_module.aggregations:
-            if a.structure_key in self._neighbours:
+            structure, history = structures[a.name], histories[a.name]
+            if structure in self._neighbours:
                 continue
-            structure, history = structures[a.structure_key], histories[a.name]
-            self._neighbours[a.structure_key] = _Neighbours(
-                structure, probes.own[a.vertex_type], dtype
-            )
+            self._neighbours[structure] = _Neighbours(structure, probes.own[a.vertex_type], dtype)
             if not isinstance(structure, Everyone) and not edges_are_random:
                 # Rows whose drift is measured count as stale: drift is the error of the forecast.
                 measured = None if history.drift is None else history.drift.rows
-                self._stale[a.structure_key] = StaleRows(structure, history.layout, measured)
+                self._stale[structure] = StaleRows(structure, history.layout, measured)
 
     @torch.no_grad()
     def remember(self) -> None:
@@ -150,7 +147,7 @@ class Forecaster:
 
     def _aggregate(self, a: Aggregation, old: Tensor, new: Tensor) -> tuple[Received, Received]:
         """Return the next step's inputs: from the table, and from the table after the map."""
-        neighbours, table = self._neighbours[a.structure_key], self.histories[a.name].table
+        neighbours, table = self._neighbours[self._over[a.name]], self.histories[a.name].table
         read = neighbours.read(table, old)
         received = neighbours.received(table, read, old)
         if not a.moves:
