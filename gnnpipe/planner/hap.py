@@ -268,17 +268,17 @@ def best_shares(parts: Sequence[Maximum], group_size: int) -> Shares:
     groups = list(weights.values())
     if not groups:
         return Shares.alike(np.full(n, 1 / n))
-    rows, limits = [], []
+    terms, limits = [], []
     for k, group in enumerate(groups):
         one = group[0]
         above = np.zeros((len(one.terms), len(groups)))
         above[:, k] = -1.0
-        rows.append(np.concatenate([one.terms, above], axis=1))
+        terms.append(np.concatenate([one.terms, above], axis=1))
         limits.append(-one.offsets)
     sums = np.zeros((2, 2 * n + len(groups)))
     sums[0, :n] = sums[1, n : 2 * n] = 1.0
     scale = max(float(np.abs(one[0].terms).max()) for one in groups)
-    matrix = np.concatenate(rows)
+    matrix = np.concatenate(terms)
     matrix[:, : 2 * n] /= scale
     found = linprog(
         np.concatenate([np.zeros(2 * n), [float(len(group)) for group in groups]]),
@@ -292,7 +292,10 @@ def best_shares(parts: Sequence[Maximum], group_size: int) -> Shares:
     if not found.success:
         raise InputError(f"plan: the linear program of the shares failed: {found.message}")
     both: Floats = np.clip(found.x[: 2 * n], 0.0, 1.0)
-    return Shares(both[:n] / both[:n].sum(), both[n:] / both[n:].sum())
+    rows, columns = both[:n] / both[:n].sum(), both[n:] / both[n:].sum()
+    if not any(one[0].terms[:, n:].any() for one in groups):
+        return Shares.alike(rows)
+    return Shares(rows if any(one[0].terms[:, :n].any() for one in groups) else columns, columns)
 
 
 def rounded(shares: Sequence[float], total: int) -> list[int]:
@@ -350,6 +353,7 @@ def alternate(
         best = ShardedGroup(found, shares, turn, expanded)
         if not moves_shares or costs.group.count == 1:
             break
-        shares = best_shares(costs.program(found.program), costs.group.count)
+        wanted = best_shares(costs.program(found.program), costs.group.count)
+        shares = Shares(*(costs.group.averaged(s) for s in (wanted.rows, wanted.columns)))
     assert best is not None
     return best
