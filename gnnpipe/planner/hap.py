@@ -88,14 +88,17 @@ class _Tables:
         key = tuple(time_s for _, time_s in self.moves[value])
         if key not in self._reach:
             sets = 1 << len(State)
+            moves = [(_bit(c.source), _bit(c.target), time_s) for c, time_s in self.moves[value]]
             found = [[math.inf] * sets for _ in range(sets)]
             for start, from_s in enumerate(found):
                 from_s[start] = 0.0
                 # A conversion makes the set, and so its number, larger.
                 for there in range(start, sets):
-                    for conversion, time_s in self.moves[value]:
-                        if there & _bit(conversion.source):
-                            more = there | _bit(conversion.target)
+                    if from_s[there] == math.inf:
+                        continue
+                    for source, target, time_s in moves:
+                        if there & source:
+                            more = there | target
                             from_s[more] = min(from_s[more], from_s[there] + time_s)
             self._reach[key] = found
         return self._reach[key]
