@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gnnpipe.callbacks.callback import Callback
     from gnnpipe.callbacks.loggers import TensorBoardLogger, WandbLogger
     from gnnpipe.config import TrainConfig
-    from gnnpipe.errors import FailedError, InputError, LostRankError, StoppedError
+    from gnnpipe.errors import FailedError, IdleRank, InputError, LostRankError, StoppedError
     from gnnpipe.graph.graph import Graph
     from gnnpipe.multi_seed import SeedsResult, fit_seeds
     from gnnpipe.perf.profile import Profile
@@ -35,6 +35,7 @@ __all__ = [
     "FailedError",
     "Graph",
     "GraphShape",
+    "IdleRank",
     "Info",
     "InputError",
     "LostRankError",
@@ -64,6 +65,7 @@ _HOME = {
     "FailedError": "gnnpipe.errors",
     "Graph": "gnnpipe.graph.graph",
     "GraphShape": "gnnpipe.profiling.scenario",
+    "IdleRank": "gnnpipe.errors",
     "Info": "gnnpipe.run.info",
     "InputError": "gnnpipe.errors",
     "LostRankError": "gnnpipe.errors",

@@ -34,5 +34,12 @@ class FailedError(RuntimeError):
     """The run failed for an external reason, such as a full disk."""
 
 
+class IdleRank(SystemExit):
+    """This rank has no work in the plan; ends the process with exit code 0 unless it is caught."""
+
+    def __init__(self) -> None:
+        super().__init__(int(ExitCode.DONE))
+
+
 class LostRankError(RuntimeError):
     """Another rank has ended; the message says from which checkpoint the run can be continued."""

@@ -18,6 +18,9 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.output import say
+from gnnpipe.plan import Plan
+from gnnpipe.plan.cluster import Cluster
+from gnnpipe.profiling.search import AUTO
 from gnnpipe.run.folder import claim_folder, plain
 from gnnpipe.run.result import RunResult
 from gnnpipe.run.summary import score
@@ -96,13 +99,14 @@ def fit_seeds(
     world: World | None = None,
     make_model: Callable[[], nn.Module] | None = None,
     loss_fn: LossFn | None = None,
+    cluster: Cluster | None = None,
 ) -> SeedsResult:
     """Trains ``count`` times, with seeds ``config.seed``, ``config.seed`` + 1 and so on.
 
     The seed decides weights, dropout, chunk order, splits by percentages, link splits, and which of
     several given splits is used. Every run has a folder of its own below ``config.out``, which also
     holds the result as summary.json. ``make_model`` returns a new model for every run and is called
-    with torch seeded; ``loss_fn`` as for ``Trainer``.
+    with torch seeded; ``loss_fn`` and ``cluster`` as for ``Trainer``.
 
     Raises:
         InputError: ``count`` < 1, a model that was trained before, or an error of ``Trainer``.
@@ -117,25 +121,21 @@ def fit_seeds(
     met.agree_on({"--seeds": count})
     folder, _ = claim_folder(config, met)
     results: list[RunResult] = []
+    plan: Plan | None = None
     made: list[nn.Parameter] = []
     for seed in range(config.seed, config.seed + count):
         if met.rank == 0:
             say(f"seed {seed} ({len(results) + 1} of {count})", config.quiet)
         # Only rank 0 writes, so only it needs the path.
         out = str(folder.path / f"seed-{seed}") if folder else "off"
-        model = None
-        if make_model is not None:
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                model = make_model()
-            if any(p is q for p in model.parameters() for q in made):
-                raise InputError(
-                    f"make_model: returned the weights of an earlier seed for seed {seed}, already "
-                    "trained; return a new model from every call"
-                )
-            made += model.parameters()
+        model = None if make_model is None else _new_model(make_model, seed, made)
         run = replace(config, seed=seed, out=out)
-        results.append(Trainer(run, graph=graph, model=model, world=met, loss_fn=loss_fn).fit())
+        trainer = Trainer(run, graph, model, plan, met, loss_fn, cluster=cluster)
+        results.append(trainer.fit())
+        if config.plan == AUTO:
+            # Searched once; the plan may use fewer ranks.
+            plan, met, cluster = trainer.plan, trainer.world, None
+        del trainer
         gc.collect()  # frees the tables, which are in a reference cycle, before the next run
         found = _summary(results, folder.path if folder else None)
         if found.path is not None:
@@ -146,6 +146,22 @@ def fit_seeds(
     if world is None:
         met.leave()
     return found
+
+
+def _new_model(
+    make_model: Callable[[], nn.Module], seed: int, made: list[nn.Parameter]
+) -> nn.Module:
+    """Returns a model made with torch seeded; adds its weights to those that were ``made``."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = make_model()
+    if any(p is q for p in model.parameters() for q in made):
+        raise InputError(
+            f"make_model: returned the weights of an earlier seed for seed {seed}, already "
+            "trained; return a new model from every call"
+        )
+    made += model.parameters()
+    return model
 
 
 def _summary(results: list[RunResult], path: Path | None) -> SeedsResult:

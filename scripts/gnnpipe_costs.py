@@ -165,7 +165,12 @@ class LoggedCosts:
         rows = self.data.vertices * self.chunk_share[chunk] / self.shards
         return int(values * rows * self.data.hidden * 4)
 
-    def has_exchange(self, stage: int, step: int) -> bool:
+    def has_columns(self, stage: int, step: int) -> bool:
+        """No rows travel by columns."""
+        del stage, step
+        return False
+
+    def has_exchange(self, way: str, stage: int, step: int) -> bool:
         """None of its models takes a mean over all vertices."""
         return True
 

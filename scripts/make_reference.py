@@ -51,7 +51,10 @@ every setting below. Flags override the file, and the file overrides the default
 * `train --resume DIR` continues a run ([how](how-to/checkpoint-and-resume.md)).
 * `verify --tolerance X` sets the largest relative difference that counts as equal (default
   {tolerance}). These defaults of `verify` differ from those of `train`: {verify}.
-* `profile --save FILE` writes the profile. `profile` takes neither `--stages` nor `--shards`: a
+* `train --plan auto --cluster FILE` plans for the devices and links of a TOML file, one device for
+  each rank ([how](how-to/let-it-plan.md)).
+* `profile --save FILE` writes the profile, and `--save-cluster FILE` the speeds of the ranks and
+  the links between them, for `--cluster`. `profile` takes neither `--stages` nor `--shards`: a
   profile serves any number of ranks. `--hardware DEVICE:LINK` uses data sheets instead of
   measuring: {sheets}.
 * `simulate` needs `--profile FILE` or `--hardware`. `--cluster FILE` (TOML) gives devices and

@@ -71,7 +71,7 @@ def measure(graph: Any, name: str, model: str, width: int) -> list[Row]:
     config = TrainConfig(
         model=model, layers=4, hidden=width, dropout=0.5, chunks=16, out="off", quiet=True
     )
-    times = take_profile(config, mesh, graph).compute[0].ops
+    times = take_profile(config, mesh, graph)[0].compute[0].ops
     prepared = prepare(config, mesh, graph)
     sizes, found = chunk_sizes(prepared).stages[0], []
     n, edges = graph.num_vertices, int(graph.degrees.sum())

@@ -191,7 +191,7 @@ def read_words(words: list[str]) -> object:
 # --- plan ---------------------------------------------------------------------------------------
 
 PLAN = {
-    "version": 5,
+    "version": 6,
     "stages": [
         {"ops": [0, 1], "ranks": [0], "shares": [1.0]},
         {"ops": [2, 3], "ranks": [2, 1], "shares": [0.25, 0.75]},
@@ -199,6 +199,7 @@ PLAN = {
     "chunks": 4,
     "schedule": "fill-drain",
     "collectives": {"row_exchange": "all-to-all", "shard_sum": "ordered"},
+    "ways": {"3": "columns"},
 }
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

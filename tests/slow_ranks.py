@@ -1,7 +1,10 @@
 """Runs in which a rank sleeps in every action."""
 
+import os
+import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 from helpers import quick_config, small_graph
 
@@ -49,3 +52,37 @@ def slow_rank(shape, slow, staleness="none"):
     with napping(mesh, slow):
         result = Trainer(config, graph=small_graph(), world=mesh).fit()
     return result.time_shares, [row.epoch_time_s for row in result.history]
+
+
+ACTION_S = 0.004
+"""Time that every action of ``slow_devices`` takes besides its own."""
+
+
+@contextmanager
+def slow_devices(half_speed):
+    """Context in which every compute action takes 4 ms more, and on one rank twice as long.
+
+    Made so long, what an action takes hardly depends on other programs of the machine.
+    """
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
+    from throttle import SLOWED, throttled
+
+    from gnnpipe.runtime import executor
+
+    methods, before = executor._METHODS, dict(executor._METHODS)
+
+    def longer(inner):
+        def run(self, action):
+            inner(self, action)
+            time.sleep(ACTION_S)
+
+        return run
+
+    for kind in SLOWED:
+        methods[kind] = longer(before[kind])
+    is_slow = int(os.environ["RANK"]) == half_speed
+    try:
+        with throttled() if is_slow else nullcontext():
+            yield
+    finally:
+        methods.update(before)

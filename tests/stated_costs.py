@@ -50,7 +50,10 @@ class StatedCosts:
     def mean_bytes(self, stage, step):
         return ()
 
-    def has_exchange(self, stage, step):
+    def has_columns(self, stage, step):
+        return False
+
+    def has_exchange(self, way, stage, step):
         return True
 
     def update_s(self, stage, shard):
@@ -125,7 +128,10 @@ class DrawnCosts(StatedCosts):
         draw = random.Random(repr((self.seed, "mean", stage, step)))
         return [draw.randint(1, 99) for _ in range(draw.randint(0, 2))]
 
-    def has_exchange(self, stage, step):
+    def has_columns(self, stage, step):
+        return False
+
+    def has_exchange(self, way, stage, step):
         return bool(random.Random(repr((self.seed, "exchange", stage, step))).randint(0, 3))
 
     def update_s(self, stage, shard):

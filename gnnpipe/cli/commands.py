@@ -78,9 +78,21 @@ def _add_train_flags(parser: Parser) -> None:
         "change its settings from there on",
     )
 
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="with --plan auto: TOML file with the device of every rank and the links, as "
+        "`gnnpipe profile --save-cluster` writes it (default: measured before the run)",
+    )
+
 
 def _train(options: argparse.Namespace) -> int:
     config = config_of(options)
+    cluster = None
+    if options.cluster is not None:
+        from gnnpipe.plan.cluster import Cluster
+
+        cluster = Cluster.read(options.cluster)
     if options.seeds is not None and options.seeds < 1:
         raise InputError(f"--seeds {options.seeds}: must be at least 1")
     if options.seeds is not None and options.resume is not None:
@@ -93,7 +105,7 @@ def _train(options: argparse.Namespace) -> int:
         from gnnpipe.runtime.comm.launch import launched_rank
         from gnnpipe.train.trainer import Trainer
 
-        trainer = Trainer(config, resume=options.resume)
+        trainer = Trainer(config, resume=options.resume, cluster=cluster)
         result = trainer.fit()
         if config.quiet and launched_rank() == 0:
             print("\n".join(result_lines(result)), flush=True)
@@ -103,7 +115,7 @@ def _train(options: argparse.Namespace) -> int:
     from gnnpipe.setup.prepare import join_world
 
     world = join_world(config)
-    found = fit_seeds(config, options.seeds, world=world)
+    found = fit_seeds(config, options.seeds, world=world, cluster=cluster)
     for line in found.lines() if world.rank == 0 else ():
         say(line)
     world.leave()
@@ -181,6 +193,12 @@ def _info(options: argparse.Namespace) -> int:
 def _add_profile_flags(parser: Parser) -> None:
     parser.add_argument("--save", metavar="FILE", help="write the profile to this new JSON file")
     parser.add_argument(
+        "--save-cluster",
+        metavar="FILE",
+        help="write the speed of every rank, relative to the fastest one, its memory and the links "
+        "to this new TOML file, for --cluster",
+    )
+    parser.add_argument(
         "--hardware",
         metavar="DEVICE:LINK",
         help=f"measure nothing and use data sheets instead: {DATA_SHEETS}",
@@ -189,18 +207,31 @@ def _add_profile_flags(parser: Parser) -> None:
 
 def _profile(options: argparse.Namespace) -> int:
     config = config_of(options)
+    if options.save_cluster is not None and options.hardware is not None:
+        raise InputError(
+            f"--save-cluster {options.save_cluster!r}: --hardware {options.hardware} measures "
+            "nothing; leave one out"
+        )
     from gnnpipe.files import NewFile
-    from gnnpipe.profiling.profile import profile
+    from gnnpipe.profiling.profile import profile, profile_and_cluster
     from gnnpipe.runtime.comm.launch import launched_world_size
     from gnnpipe.runtime.comm.world import World
 
     file = NewFile("--save", options.save, "profile.json")
+    cluster_file = NewFile("--save-cluster", options.save_cluster, "cluster.toml")
     world = World.meet(launched_world_size(), config.device, config.timeout_s)
-    found = profile(config, world=world, hardware=options.hardware)
+    cluster_text = ""
+    if options.save_cluster is None:
+        found = profile(config, world=world, hardware=options.hardware)
+    else:
+        found, cluster = profile_and_cluster(config, world)
+        cluster_text = cluster.to_toml(f"gnnpipe profile: {found.machine}, {found.note}")
     if world.rank == 0:
         print(found)
         if file.write(found.to_json()):
             print(f"profile: {options.save}")
+        if cluster_file.write(cluster_text):
+            print(f"{cluster_text}cluster: {options.save_cluster}")
         sys.stdout.flush()
     world.leave()
     return ExitCode.DONE

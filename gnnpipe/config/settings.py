@@ -169,8 +169,8 @@ class Settings:
         "same",
         "number type of embeddings that are sent or stored in history tables: same (as --dtype) or "
         "bf16 (half the bytes, 8 bits of precision; also used for edge weights and aggregated "
-        "rows)",
-        choices=("same", "bf16"),
+        "rows). auto: with --plan auto bf16 where it saves time, with a plan file as the file says",
+        choices=("same", "bf16", "auto"),
     )
     lr_schedule: str = _training(
         "constant",
@@ -231,6 +231,13 @@ class Settings:
     shards: int = _shape(1, "number of shards G: ranks that share the vertices of a stage", low=1)
     chunks: int = _shape(
         1, "number of chunks K of the vertices, processed one after another", low=1
+    )
+    row_way: str = _shape(
+        "halo",
+        "how rows of neighbours travel among shards: halo (exactly the rows that other shards "
+        "read) or columns (each shard gets some columns of all rows, and the whole matrix; for "
+        "layers with fixed edge weights, without stale rows)",
+        choices=("halo", "columns"),
     )
     partitioner: str = _shape(
         "metis", "how vertices are partitioned into chunks and shards: metis, range or random"

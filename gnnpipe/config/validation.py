@@ -193,10 +193,15 @@ def _check_labels(config: Settings) -> None:
 def _check_plan(config: Settings) -> None:
     shape = {"stages": config.stages, "shards": config.shards, "chunks": config.chunks}
     given = [f"{flag(name)} {value}" for name, value in shape.items() if value > 1]
+    given += [f"--row-way {config.row_way}"] * (config.row_way != "halo")
     if config.plan == "auto" and given:
         raise InputError(
             f"{', '.join(given)}: no effect with --plan auto, which finds the shape; leave one of "
             "the two out"
+        )
+    if config.comm_dtype == "auto" and config.plan == "uniform":
+        raise InputError(
+            "--comm-dtype auto: only --plan auto or a plan file decides on it; give same or bf16"
         )
     if config.plan != "uniform" and given:
         raise InputError(

@@ -23,7 +23,7 @@ from scipy.optimize import linear_sum_assignment
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import content_key, folder_of, keep, recall
-from gnnpipe.graph.graph import Features, Graph, chosen_edge_data, keep_order_of_parallel
+from gnnpipe.graph.graph import BoolArray, Features, Graph, chosen_edge_data, keep_order_of_parallel
 from gnnpipe.graph.order import locality_rank, parts_of_order, resolve_order
 from gnnpipe.graph.partition import (
     PARTITIONERS,
@@ -95,6 +95,11 @@ class Chunking:
     def rows(self, c: int, g: int) -> tuple[int, int]:
         """Start and stop of the rows of chunk ``c`` that shard ``g`` owns."""
         return int(self.ptr[c, g]), int(self.ptr[c, g + 1])
+
+    def counts(self, chosen: BoolArray) -> npt.NDArray[np.int64]:
+        """[K, G], the ``chosen`` [N] rows of each (chunk, shard)."""
+        before = np.concatenate([[0], np.cumsum(chosen)])
+        return np.diff(before[self.ptr], axis=1)
 
     @cached_property
     def inverse(self) -> npt.NDArray[np.int64]:

@@ -14,7 +14,7 @@ from gnnpipe.perf.spans import (
     time_shares,
 )
 from gnnpipe.perf.trace import Span, Trace, read_trace, write_trace
-from gnnpipe.perf.volume import CommVolume, closed_form_volume
+from gnnpipe.perf.volume import CommVolume, ShardRows, closed_form_volume, row_way_bytes
 
 __all__ = [
     "ActionTimes",
@@ -27,6 +27,7 @@ __all__ = [
     "Message",
     "PlanSizes",
     "Profile",
+    "ShardRows",
     "ShardSizes",
     "Span",
     "TimeShares",
@@ -35,6 +36,7 @@ __all__ = [
     "estimate_memory",
     "measured_spans",
     "read_trace",
+    "row_way_bytes",
     "simulate",
     "time_shares",
     "write_trace",

@@ -10,9 +10,8 @@ Chunks of a shard are taken as equal. ``ProfiledCosts`` and the simulator give t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +44,8 @@ class Group(NamedTuple):
     """Largest share."""
     link: Link | None = None
     """Slowest link between two of the devices; None: the links of the profile."""
+    recompute: bool = False
+    """The stage keeps only the inputs of its steps until backward."""
 
     @classmethod
     def even(cls, shards: int, link: Link | None) -> Group:
@@ -74,6 +75,7 @@ class ClosedForm:
         self.is_exact = is_exact or chunks == 1
         self._compute = workload.profile.compute_of(workload.ranks_at_once)
         self._prefixes: dict[Group, tuple[Seconds, Seconds]] = {}
+        self._found_costs: dict[tuple[bool, bool], _OpCosts] = {}
         self._memory: dict[tuple[object, ...], int] = {}
 
     @property
@@ -120,7 +122,8 @@ class ClosedForm:
         """Return the devices of a stage; ranks are devices of the cluster."""
         cluster, shards = self.workload.cluster, len(stage.ranks)
         if cluster is None:
-            return Group(shards, 1.0, max(stage.shares), max(stage.shares), None)
+            most = max(stage.shares)
+            return Group(shards, 1.0, most, most, None, stage.recompute)
         speeds = [cluster.devices[rank].speed for rank in stage.ranks]
         return Group(
             shards,
@@ -128,6 +131,7 @@ class ClosedForm:
             max(share / speed for share, speed in zip(stage.shares, speeds, strict=True)),
             max(stage.shares),
             slowest_link(cluster, stage.ranks),
+            stage.recompute,
         )
 
     def pass_s(self, ops: Sequence[int], group: Group) -> tuple[float, float]:
@@ -153,7 +157,7 @@ class ClosedForm:
         """Return the times of each op's forward and backward for a chunk, [ops] each."""
         chunks, shards = self._chunks, group.shards
         is_precomputed = shards == 1 and self.is_exact and not self.workload.memory.rounds_rows
-        costs = self._without_aggregation if is_precomputed else self._costs
+        costs = self._costs(is_precomputed, group.recompute and not self.workload.profile.recompute)
         part = group.work / chunks
         forward = costs.forward_base_s * group.slowdown + costs.forward_s * part
         backward = costs.backward_base_s * group.slowdown + costs.backward_s * part
@@ -210,16 +214,20 @@ class ClosedForm:
             )
         return found.latency_s, found.bandwidth_bytes_per_s
 
-    @cached_property
-    def _costs(self) -> _OpCosts:
-        return self._op_costs(frozenset())
+    def _costs(self, is_precomputed: bool, recompute: bool) -> _OpCosts:
+        """Return the costs of the ops, computed once.
 
-    @cached_property
-    def _without_aggregation(self) -> _OpCosts:
-        """Costs if aggregations of the input features are computed once for all epochs."""
-        return self._op_costs({op.name for op in self.model.ops if op.of_features})
+        ``is_precomputed``: aggregations of the input features are computed once for all epochs.
+        """
+        key = is_precomputed, recompute
+        if key not in self._found_costs:
+            names = (
+                {op.name for op in self.model.ops if op.of_features} if is_precomputed else set()
+            )
+            self._found_costs[key] = self._op_costs(names, recompute)
+        return self._found_costs[key]
 
-    def _op_costs(self, precomputed: set[str] | frozenset[str]) -> _OpCosts:
+    def _op_costs(self, precomputed: Collection[str], recompute: bool) -> _OpCosts:
         work, known = self.workload, self._compute.ops
         loss = work.loss_rows
         found: dict[tuple[object, ...], tuple[float, ...]] = {}
@@ -229,7 +237,8 @@ class ClosedForm:
             if key not in found:
                 if kind not in known:
                     raise InputError(f"--profile: has no {self.model.unit} like {op.name} ({kind})")
-                found[key] = self._kind_costs(op, known[kind], op.name in precomputed)
+                times = known[kind].recomputing(op.is_linear) if recompute else known[kind]
+                found[key] = self._kind_costs(op, times, op.name in precomputed)
             columns.append(found[key])
         return _OpCosts(*np.array(columns).T)
 
@@ -315,12 +324,17 @@ class ClosedForm:
     # Memory.
 
     def shard_memory_bytes(
-        self, ops: Sequence[int], shards: int, share: float, in_flight: int | None = None
+        self,
+        ops: Sequence[int],
+        shards: int,
+        share: float,
+        in_flight: int | None = None,
+        recompute: bool = False,
     ) -> int:
         """Return the estimated memory of a rank with this share; by default all chunks are held."""
-        key = self._signature(ops), shards, share, in_flight
+        key = self._signature(ops), shards, share, in_flight, recompute
         if key not in self._memory:
-            self._memory[key] = self._estimate(ops, shards, share, in_flight)
+            self._memory[key] = self._estimate(ops, shards, share, in_flight, recompute)
         return self._memory[key]
 
     def _signature(self, ops: Sequence[int]) -> tuple[object, ...]:
@@ -338,7 +352,7 @@ class ClosedForm:
         )
 
     def _estimate(
-        self, ops: Sequence[int], shards: int, share: float, in_flight: int | None
+        self, ops: Sequence[int], shards: int, share: float, in_flight: int | None, recompute: bool
     ) -> int:
         work = self.workload
         own = set(ops)
@@ -353,7 +367,10 @@ class ClosedForm:
         parts = [tuple(sorted(part)) for part in (before, own, after) if part]
         place = parts.index(tuple(sorted(own)))
         ranks = [tuple(range(i * shards, (i + 1) * shards)) for i in range(len(parts))]
-        stages = tuple(StagePlan.even(p, r) for p, r in zip(parts, ranks, strict=True))
+        stages = tuple(
+            replace(StagePlan.even(p, r), recompute=recompute)
+            for p, r in zip(parts, ranks, strict=True)
+        )
         dag = StageDag.of(Plan(stages, self._chunks, "fill-drain"), self.model)
         sizes = work.shard_sizes(share, shards, self.is_exact)
         settings = replace(
@@ -363,8 +380,7 @@ class ClosedForm:
         )
         found = estimate_memory(dag, self.model, place, sizes, settings)
         held = 1.0 if in_flight is None else min(in_flight / self._chunks, 1.0)
-        # A rank is built in the memory of its host, which holds the whole graph.
-        return int(found.total - found.setup - found.activations * (1 - held))
+        return int(found.on_device - found.activations * (1 - held))
 
     # An epoch.
 

@@ -93,11 +93,16 @@ def hardware_profile(name: str, model: ModelGraph, config: TrainConfig) -> Profi
     flops_per_s = sheet.bf16_flops_per_s if config.matmul_dtype == "bf16" else sheet.flops_per_s
     # float64 runs at half the speed of float32 on these devices.
     speed = SHARE * flops_per_s * 4 / number_bytes
-    roof = _Roof(sheet, speed, number_bytes, row_bytes, config.recompute)
+    roof = _Roof(sheet, speed, number_bytes, row_bytes)
+
+    def times_of(op: Op) -> OpTimes:
+        times = roof.op_times(op)
+        return times.recomputing(op.is_linear) if config.recompute else times
+
     number_s = roof.moved_s(number_bytes)
     compute = ComputeTimes(
         ranks=1,
-        ops={op_kind(op): roof.op_times(op) for op in model.ops},
+        ops={op_kind(op): times_of(op) for op in model.ops},
         begin=Affine(KERNELS["begin"] * LAUNCH_S, number_s),
         # Reads weight, gradient and two moments; writes all but the gradient.
         update=Affine(KERNELS["update"] * LAUNCH_S, 7 * number_s),
@@ -132,7 +137,6 @@ class _Roof:
     """Speed of dense products."""
     number_bytes: int
     row_bytes: int
-    recompute: bool
 
     def moved_s(self, size_bytes: float) -> float:
         return size_bytes / (SHARE * self.sheet.memory_bytes_per_s)
@@ -153,7 +157,7 @@ class _Roof:
         return OpTimes(
             before,
             Affine(then),
-            back + before if self.recompute else back,
+            back,
             Affine(then),
             Affine(),
             forecast=Affine(KERNELS["forecast"] * LAUNCH_S),
@@ -182,10 +186,6 @@ class _Roof:
         forward_after = Affine(then, after_row_s, edge_s + kept_s, own_entry_s)
         backward_before = Affine(first, before_row_s, back_edge_s) if push else Affine()
         backward_after = Affine(then, back_row_s)
-        if self.recompute:
-            # Rows are recomputed, aggregations are not.
-            backward_before += forward_before
-            backward_after += Affine(then, after_row_s, 0.0, own_entry_s)
         fitted = push if op.moves else 0
         # Two passes, with the old and the new weights, and the fit of the map.
         probe_row_s = 2 * (before_row_s + after_row_s)

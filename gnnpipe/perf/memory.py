@@ -10,15 +10,18 @@ while the graph is read and partitioned is separate, because this comes before t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 
 from gnnpipe.plan import (
+    ALL_ROWS,
     LossRows,
     ModelGraph,
     Op,
     Plan,
+    RowWay,
     StageDag,
     precomputed_aggregations,
     shared_tables,
@@ -49,6 +52,14 @@ class MemoryEstimate:
         """The sum of all parts."""
         return sum(astuple(self))
 
+    @property
+    def on_device(self) -> int:
+        """The sum without the peak while the rank is built, for searches and simulations.
+
+        A rank is built in the memory of its host, which holds the whole graph.
+        """
+        return self.total - self.setup
+
 
 @dataclass(frozen=True)
 class ShardSizes:
@@ -78,6 +89,12 @@ class ShardSizes:
     probe_feature_entries: int = 0
     label_numbers: int = 0
     """Numbers in label columns of the own and probe rows' features."""
+    graph_rows: Mapping[str, int] = field(default_factory=dict)
+    """Rows of the whole graph. This and the next two are for rows that travel by columns."""
+    graph_loss_rows: LossRows = ALL_ROWS
+    """Loss rows of the whole graph."""
+    columns_share: float = 0.0
+    """Share of the shard in the columns."""
 
     @property
     def table_rows(self) -> dict[str, int]:
@@ -95,6 +112,7 @@ class MemorySettings:
     snapshot: bool
     """Stale rows come from a snapshot, a second table."""
     recompute: bool
+    """In all stages; a plan may also say so for some stages (``StagePlan.recompute``)."""
     is_exact: bool
     """The program has no stale reads."""
     number_bytes: int
@@ -143,6 +161,11 @@ class RankMemory:
         """The plan."""
         return self.dag.plan
 
+    @property
+    def recompute(self) -> bool:
+        """Only inputs of steps are kept until backward."""
+        return self.settings.recompute or self.plan.stages[self.stage].recompute
+
     @cached_property
     def ops(self) -> Sequence[Op]:
         """The ops of the stage."""
@@ -168,6 +191,12 @@ class RankMemory:
         return shared_tables(
             self.model, self.plan, self.precomputed, limited, rounds_rows, is_exact
         )
+
+    @cached_property
+    def by_columns(self) -> frozenset[str]:
+        """Ops whose rows travel by columns."""
+        plan, ops = self.plan, self.plan.stages[self.stage].ops
+        return frozenset(self.model.ops[i].name for i in ops if plan.way(i) is RowWay.COLUMNS)
 
     @cached_property
     def pushing(self) -> list[Op]:
@@ -200,8 +229,9 @@ class RankMemory:
 
     @property
     def is_linear(self) -> bool:
-        """Some aggregation is a product with a matrix."""
-        return any(op.is_linear for op in self.ops if op.aggregates and not op.is_mean)
+        """Some aggregation is a product with a matrix of the shard."""
+        pushing = [op for op in self.ops if op.aggregates and not op.is_mean]
+        return any(op.is_linear and op.name not in self.by_columns for op in pushing)
 
     @property
     def has_blocks(self) -> bool:
@@ -211,7 +241,7 @@ class RankMemory:
     def structure(self) -> int:
         """Matrices with transposes, or blocks of edges; pairs."""
         sizes, entry = self.sizes, _INDEX_BYTES + self.settings.row_bytes
-        found = 0
+        found = self._whole_matrices()
         if self.is_linear:
             found += self._matrices() + sizes.probe_edges * entry
         if self.has_blocks:
@@ -221,6 +251,20 @@ class RankMemory:
         if any(op.over_pairs for op in self.ops):
             # Both ends; label and part; and the matrix rows from which the pairs were taken.
             found += sizes.own_pairs * (16 + 2 + 12)
+        return found
+
+    def _whole_matrices(self) -> int:
+        """Matrices of the whole graph, for rows that travel by columns."""
+        if not self.by_columns:
+            return 0
+        sizes, entry = self.sizes, _INDEX_BYTES + self.settings.row_bytes
+        pointer = _INDEX_BYTES * (1 + (self.plan.chunks > 1))
+        rows, limited = sum(sizes.graph_rows.values()), sizes.graph_loss_rows
+        copies = 1 if self.settings.symmetric else 2
+        found = copies * ((sizes.graph_edges + rows) * entry + pointer * rows)
+        if self.by_columns & limited.ops:
+            found += 2 * (limited.edges + limited.rows) * entry + pointer * (limited.rows + rows)
+            found += 20 * sizes.loss_rows.rows
         return found
 
     def _matrices(self) -> int:
@@ -234,7 +278,7 @@ class RankMemory:
         pointer = _INDEX_BYTES * (1 + (chunks > 1))
         found = copies * self.entries * entry + pointer * (own + read)
         loss_entries = loss_rows.edges + loss_rows.rows
-        if any(op.aggregates and op.name in loss_rows.ops for op in self.ops):
+        if any(op.name in loss_rows.ops - self.by_columns for op in self.ops if op.aggregates):
             # A matrix and its transpose; per row its dropout key, vertex and place in the chunk.
             found += 2 * loss_entries * entry + 20 * loss_rows.rows
             found += pointer * (loss_rows.rows + read)
@@ -267,15 +311,29 @@ class RankMemory:
         """Tables of pushed rows and their gradients."""
         sizes, found = self.sizes, 0
         for op in self.pushing:
-            read = sizes.table_rows[op.pushed_type]
+            read = self._table_rows(op)
             reading = sizes.loss_rows.rows_of(op.name, sizes.own_rows[op.vertex_type])
+            if op.name in self.by_columns:
+                reading = sizes.graph_loss_rows.rows_of(op.name, sizes.graph_rows[op.vertex_type])
             # A product records gradients of its output rows (a single chunk frees these at
             # once), a convolution on blocks gradients of all rows that are read.
             is_transient = op.is_linear and self.plan.chunks == 1
             grads = 0 if is_transient else reading if op.is_linear else read
-            found += op.push_width * (self.num_tables * read + grads) * self.settings.row_bytes
+            numbers = self._table_width(op) * (self.num_tables * read + grads)
+            found += numbers * self.settings.row_bytes
         copies = 3 if self.settings.snapshot else 2
         return found + sum(copies * self._parts_bytes(op) for op in self.ops if op.is_mean)
+
+    def _table_rows(self, op: Op) -> int:
+        """Rows of an op's history table."""
+        rows = self.sizes.table_rows
+        return (self.sizes.graph_rows if op.name in self.by_columns else rows)[op.pushed_type]
+
+    def _table_width(self, op: Op) -> int:
+        """Columns of an op's history table."""
+        if op.name not in self.by_columns:
+            return op.push_width
+        return math.ceil(op.push_width * self.sizes.columns_share)
 
     def _parts_bytes(self, op: Op) -> int:
         """The table of a mean or a sum over all vertices: a part for each chunk, in float64."""
@@ -310,8 +368,7 @@ class RankMemory:
         tables_read, aggregated = [0] * (len(waiting) + 1), [0] * len(waiting)
         parts_read = [0] * (len(waiting) + 1)
         for op in self.pushing:
-            rows = self.sizes.table_rows[op.pushed_type]
-            tables_read[self.depths[op.name]] += op.push_width * rows
+            tables_read[self.depths[op.name]] += self._table_width(op) * self._table_rows(op)
         for op in self.ops:
             # A sum over all vertices, as of linear attention, is a single row.
             rows = 0 if op.is_one_row else self.sizes.own_rows[op.vertex_type]
@@ -355,6 +412,7 @@ class RankMemory:
             # A kept row that is a row of an unrounded table takes no further memory.
             is_rounded = self.settings.rounds_rows
             in_table = not is_rounded and op.holds_pushed and op.push_maker in self.depths
+            in_table = in_table and op.name not in self.by_columns
             if op.aggregates and not in_table:
                 keep(sum(op.kept_widths.values()), op.vertex_type, depth - 1, depth)
         for name, value in made.items():
@@ -372,7 +430,7 @@ class RankMemory:
         in_tables, found = self._kept_in_tables(), {}
         for op in self.ops:
             rows = self.sizes.own_rows[op.vertex_type]
-            kept = self.sizes.loss_rows.kept_numbers(op, rows, self.settings.recompute)
+            kept = self.sizes.loss_rows.kept_numbers(op, rows, self.recompute)
             found[op.name] = kept - in_tables[op.name]
         return found
 
@@ -383,19 +441,21 @@ class RankMemory:
         if not self.num_tables or self.settings.rounds_rows:
             return found
         for op in self.pushing:
+            if op.name in self.by_columns:
+                continue
             own = sizes.own_rows
             if op.name in self.shared:
                 rows = sizes.loss_rows.rows_of(op.name, own[op.vertex_type])
                 found[op.name] += op.push_width * rows
             # With --recompute only inputs of a step are kept; for loss rows these are copies.
             is_held = op.holds_pushed and op.name not in sizes.loss_rows.ops
-            if op.push_maker in found and (is_held or not self.settings.recompute):
+            if op.push_maker in found and (is_held or not self.recompute):
                 found[op.push_maker] += op.push_width * own[op.pushed_type]
         return found
 
     def _copies(self) -> int:
         """Numbers kept per edge, for copied rows and for values of other stages; minus spared."""
-        sizes, recompute, found = self.sizes, self.settings.recompute, 0
+        sizes, recompute, found = self.sizes, self.recompute, 0
         for op in self.ops:
             own = sizes.own_rows[op.vertex_type]
             if op.name in self.precomputed:
@@ -429,8 +489,10 @@ class RankMemory:
         freed = of_loss // chunks
         for op in reversed(self.ops):
             made = op.passing_per_row * sizes.loss_rows.rows_of(op.name, n)
+            # Copies of the rows in the order in which their columns are sent and arrive.
+            made += 2 * op.push_width * n * (op.name in self.by_columns)
             # Gradients of the numbers kept per edge; with --recompute also these numbers.
-            made += op.kept_per_edge * self.entries * (1 + self.settings.recompute)
+            made += op.kept_per_edge * self.entries * (1 + self.recompute)
             most = max(most, made // chunks - freed)
             freed += kept[op.name] // chunks
         return of_loss + most
@@ -459,7 +521,7 @@ class RankMemory:
         Edge weights are computed in float64 for the whole graph. The part of the shard is then
         copied with new indices, rounded and transposed.
         """
-        if not (self.is_linear or self.has_blocks):
+        if not (self.is_linear or self.has_blocks or self.by_columns):
             return 0
         rows = sum(self.sizes.own_rows.values()) * self.shards
         whole = (self.sizes.graph_edges + rows) * (_INDEX_BYTES + _FLOAT64_BYTES)
@@ -467,9 +529,11 @@ class RankMemory:
             copied = _INDEX_BYTES + _FLOAT64_BYTES + _LONG_BYTES
         else:
             copied = _INDEX_BYTES + self.settings.row_bytes
-        loss_rows = self.sizes.loss_rows
+        loss_rows, entries = self.sizes.loss_rows, self.entries
+        if self.by_columns:
+            loss_rows, entries = self.sizes.graph_loss_rows, self.sizes.graph_edges + rows
         limited = loss_rows.edges + loss_rows.rows if loss_rows.ops else 0
-        return max(whole + copied * self.entries, structure + 2 * _LONG_BYTES * limited)
+        return max(whole + copied * entries, structure + 2 * _LONG_BYTES * limited)
 
 
 def _copied_widths(model: ModelGraph, loss_rows: LossRows) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gnnpipe.perf.fit import Work
+from gnnpipe.perf.volume import ShardRows
 from gnnpipe.plan import ModelGraph, Op, ShardSplit
 
 Counts = npt.NDArray[np.int64]
@@ -87,6 +88,12 @@ class ChunkSizes:
     empty if nothing is stale."""
     shared: frozenset[str] = frozenset()
     """Ops whose gradients return over live edges alone (``plan.shared_tables``)."""
+
+    @property
+    def shard_rows(self) -> ShardRows:
+        """Rows of the shards in all chunks."""
+        own = {t: counts.sum(1).tolist() for t, counts in self.rows.items()}
+        return ShardRows(own, self.loss_row_counts.sum(1).tolist(), self.loss_rows)
 
     @property
     def chunks(self) -> int:

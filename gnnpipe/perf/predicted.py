@@ -89,8 +89,7 @@ def predicted_spans(
         if end_s == start_s:
             continue
         steps = (0, num_steps[task.stage]) if task.step < 0 else (task.step, task.step + 1)
-        # The product that overlaps with the exchange of halo gradients is part of its step.
-        kind = TaskKind.BACKWARD if task.kind is TaskKind.PULL else task.kind
+        kind = _PARTS_OF_STEPS.get(task.kind, task.kind)
         for shown_rank, peer, lane in _lanes(task, rank, placement):
             span = Span(
                 shown_rank,
@@ -112,6 +111,10 @@ def predicted_spans(
             own[rank].append(Span(rank, "WAIT", last_end_s[rank], timeline.makespan_s, stage=stage))
         lanes[rank].sort(key=lambda span: span.start_s)
     return tuple(span for rank in range(ranks) for span in (*own[rank], *lanes[rank]))
+
+
+_PARTS_OF_STEPS = {TaskKind.PULL: TaskKind.BACKWARD, TaskKind.PRODUCT: TaskKind.FORWARD}
+"""Products before or during an exchange, which a span shows as parts of their step."""
 
 
 def _lanes(task: Task, rank: int, placement: Placement) -> Iterator[tuple[int, int, str]]:

@@ -14,7 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, fields, is_dataclass
+from dataclasses import asdict, astuple, dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
@@ -49,6 +49,10 @@ class Affine:
         per_call, per_row = self.base_s * times, self.per_row_s * rows
         return per_call + per_row + self.per_edge_s * edges + self.per_entry_s * entries
 
+    def scaled(self, factor: float) -> Affine:
+        """Return ``factor`` times this time."""
+        return Affine(*(factor * number for number in astuple(self)))
+
     def __add__(self, other: Affine) -> Affine:
         """Return the time of one call of each."""
         return Affine(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -75,6 +79,19 @@ class OpTimes:
     relative_error: float
     """Mean |fitted - measured| over mean measured, of the steps that contain the op; 0 by hand."""
 
+    def recomputing(self, is_linear: bool) -> OpTimes:
+        """Return the times of an op that keeps only its inputs and runs again in backward.
+
+        ``is_linear``: the aggregation is a product with a matrix, whose result is an input that is
+        kept; other convolutions aggregate again.
+        """
+        again = replace(self.forward_after, per_edge_s=0.0) if is_linear else self.forward_after
+        return replace(
+            self,
+            backward_before=self.backward_before + self.forward_before,
+            backward_after=self.backward_after + again,
+        )
+
 
 @dataclass(frozen=True)
 class ComputeTimes:
@@ -90,6 +107,16 @@ class ComputeTimes:
     """The optimizer's step for each op; ``rows`` counts weights."""
     boundary_per_number_s: float
     """Reading a number of a boundary row for another shard, or adding a number that arrived."""
+
+    def scaled(self, factor: float, ranks: int) -> ComputeTimes:
+        """Return ``factor`` times these times, for another number of ranks."""
+        names = [f.name for f in fields(OpTimes) if f.name != "relative_error"]
+        ops = {
+            kind: replace(op, **{name: getattr(op, name).scaled(factor) for name in names})
+            for kind, op in self.ops.items()
+        }
+        once = self.begin.scaled(factor), self.update.scaled(factor)
+        return ComputeTimes(ranks, ops, *once, self.boundary_per_number_s * factor)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from copy import copy
+from enum import Enum, auto
 from itertools import combinations
 
 import numpy as np
@@ -24,8 +26,16 @@ from gnnpipe.errors import InputError
 from gnnpipe.perf.parts import Part, PlanSizes, Side, step_parts
 from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
 from gnnpipe.perf.simulate import TaskKind
-from gnnpipe.perf.volume import fit_numbers
-from gnnpipe.plan import ModelGraph, Op, StageDag, Transfer, op_gradient_steps
+from gnnpipe.perf.volume import ColumnNumbers, fit_numbers
+from gnnpipe.plan import (
+    ModelGraph,
+    Op,
+    RowWay,
+    StageDag,
+    Transfer,
+    column_bounds,
+    op_gradient_steps,
+)
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.schedule import Direction, SpecialPosition
 
@@ -33,6 +43,15 @@ WAYS = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward"}
 """Beginnings of the names of fields in ``OpTimes``."""
 SUM_BYTES = 8
 """Bytes of a number in the sums of a forecast's fit and of a mean over all vertices (float64)."""
+
+
+class ColumnMove(Enum):
+    """All-to-alls of rows that travel by columns; the last two move gradients."""
+
+    PUSHED_TO_COLUMNS = auto()
+    READ_TO_ROWS = auto()
+    READ_TO_COLUMNS = auto()
+    PUSHED_TO_ROWS = auto()
 
 
 class ProfiledCosts:
@@ -71,7 +90,9 @@ class ProfiledCosts:
         self._number_bytes, self._row_bytes = number_bytes, row_bytes
         self._profile, self._compute = profile, profile.compute_of(ranks_at_once)
         self._cluster = cluster
-        self._ops = [self._times_of(op) for op in model.ops]
+        self._speeds = [device.speed for device in cluster.devices] if cluster else []
+        recomputed = {op for stage in plan.stages if stage.recompute for op in stage.ops}
+        self._ops = [self._times_of(op, i in recomputed) for i, op in enumerate(model.ops)]
         self._parts = [
             step_parts(model, stage.ops, of_stage.precomputed)
             for stage, of_stage in zip(plan.stages, sizes.stages, strict=True)
@@ -95,7 +116,13 @@ class ProfiledCosts:
                 self._link("exchange")
                 self._link("shard_sum")
 
-    def _times_of(self, op: Op) -> OpTimes:
+    def with_speeds(self, speeds: Sequence[float]) -> ProfiledCosts:
+        """Return the same costs for devices of these speeds by rank; empty: as they are."""
+        found = copy(self)
+        found._speeds = list(speeds) or self._speeds
+        return found
+
+    def _times_of(self, op: Op, is_recomputed: bool) -> OpTimes:
         kind, known = op_kind(op), self._compute.ops
         if kind not in known:
             advice = (
@@ -110,6 +137,9 @@ class ProfiledCosts:
                 f"--profile: has no {self.model.unit} like {op.name} ({kind}), "
                 f"{_nearest(kind, known)}; {advice}"
             )
+        # A profile that was taken with --recompute has the times of recomputation in it.
+        if is_recomputed and not self._profile.recompute:
+            return known[kind].recomputing(op.is_linear)
         return known[kind]
 
     def _link(self, name: str) -> LinkTimes:
@@ -123,9 +153,8 @@ class ProfiledCosts:
 
     def _slowdown(self, stage: int, shard: int) -> float:
         """Return the factor on the compute times of a rank."""
-        if self._cluster is None:
-            return 1.0
-        return 1.0 / self._cluster.devices[self.plan.placement.rank(stage, shard)].speed
+        rank = self.plan.placement.rank(stage, shard)
+        return 1.0 / self._speeds[rank] if self._speeds else 1.0
 
     def begin_s(self, stage: int, shard: int) -> float:
         """Return the time of the work before the first action of an epoch.
@@ -156,12 +185,15 @@ class ProfiledCosts:
         total = np.zeros((sizes.shards, sizes.chunks))
         for part in self._parts[stage][step]:
             op, costs = self.model.ops[part.op], self._part_times(way, part)
-            rows, edges, entries = sizes.columns(op, part.side)
+            rows, _, entries = sizes.columns(op, part.side)
+            edges = self._edges(stage, part)
             total += costs.base_s + costs.per_row_s * rows
             total += costs.per_edge_s * edges + costs.per_entry_s * entries
             if part.side is Side.BEFORE and not op.is_mean:
-                numbers = sizes.boundary[op.pushed_type] * op.push_width
-                total += self._compute.boundary_per_number_s * numbers
+                # A row that travels by columns is copied when it is sent and when it arrives.
+                by_columns = self.plan.way(part.op) is RowWay.COLUMNS
+                copied = 2 * rows if by_columns else sizes.boundary[op.pushed_type]
+                total += self._compute.boundary_per_number_s * copied * op.push_width
         return total if self._cluster else total + self._busy_times(way, stage, step)
 
     def _busy_times(self, way: Direction, stage: int, step: int) -> npt.NDArray[np.float64]:
@@ -177,11 +209,43 @@ class ProfiledCosts:
                 for pair, size_bytes in self._bytes_between(*ends).items():
                     shard = pair[ends.index(stage)]
                     total[shard] += busy.base_s + busy.per_row_s * size_bytes
-        if shards > 1 and step < last and self.has_exchange(stage, step):
+        if shards > 1 and step < last and self.has_exchange(way, stage, step):
             busy = self._link("exchange").busy
             total += busy.base_s * (shards - 1)
             total += busy.per_row_s * self._exchanged_bytes(way, stage, step)
+        if shards > 1 and self.plan.ways:
+            total += self._busy_with_columns(way, stage, step)
         return total
+
+    def _busy_with_columns(self, way: Direction, stage: int, step: int) -> npt.NDArray[np.float64]:
+        """Return the processor seconds of the exchanges around products with columns, [G, K].
+
+        Forward the columns that the step read return; backward those that it pulls return, and
+        those of the gradients that it recorded leave.
+        """
+        shards, last = self.plan.stages[stage].shards, len(self._parts[stage]) - 1
+        moves = [(step - 1, ColumnMove.READ_TO_ROWS)]
+        if way == Direction.BACKWARD:
+            moves = [(step - 1, ColumnMove.READ_TO_COLUMNS)]
+            moves += [(step, ColumnMove.PUSHED_TO_ROWS)] * (step < last)
+        busy, total = self._link("exchange").busy, np.zeros((shards, self.plan.chunks))
+        for pushing, move in moves:
+            if self.has_columns(stage, pushing):
+                total += busy.base_s * (shards - 1)
+                total += busy.per_row_s * self._column_bytes(stage, pushing, move)
+        return total
+
+    def _edges(self, stage: int, part: Part) -> npt.NDArray[np.float64]:
+        """Return the edges that a part works on for whole rows, [G, K].
+
+        By columns a shard works on all edges of a chunk, but on its columns only.
+        """
+        op, shares = self.model.ops[part.op], self.plan.stages[stage].shares
+        edges = self._sizes.stages[stage].columns(op, part.side)[1].astype(np.float64)
+        if self.plan.way(part.op) is RowWay.HALO:
+            return edges
+        own = np.diff(column_bounds(op.push_width, shares)) / op.push_width
+        return np.outer(own, edges.sum(0))
 
     def _part_times(self, way: Direction, part: Part) -> Affine:
         found: Affine = getattr(self._ops[part.op], f"{WAYS[way]}_{part.side}")
@@ -210,8 +274,8 @@ class ProfiledCosts:
             total = np.zeros((sizes.shards, sizes.chunks))
             for part in self._parts[stage][step]:
                 if part.side is Side.BEFORE:
-                    edges = sizes.columns(self.model.ops[part.op], part.side)[1]
-                    total += self._part_times(Direction.BACKWARD, part).per_edge_s * edges
+                    per_edge_s = self._part_times(Direction.BACKWARD, part).per_edge_s
+                    total += per_edge_s * self._edges(stage, part)
             self._pulls[stage, step] = total
         return float(self._pulls[stage, step][shard, chunk]) * self._slowdown(stage, shard)
 
@@ -285,18 +349,67 @@ class ProfiledCosts:
             self._messages[ends] = total
         return self._messages[ends]
 
-    def has_exchange(self, stage: int, step: int) -> bool:
+    def has_exchange(self, way: Direction, stage: int, step: int) -> bool:
         """Whether the step pushes rows for neighbours, and not only for means over all vertices.
 
-        Not called with one shard, nor for the last step, which pushes nothing.
+        Backward: whether it reads gradients of halo rows. Not called with one shard, nor for the
+        last step, which pushes nothing.
         """
-        return any(not op.is_mean for op in self._pushing(stage, step))
+        found = sum(not op.is_mean for op in self._pushing(stage, step))
+        return found > (len(self._by_columns(stage, step)) if way == Direction.BACKWARD else 0)
+
+    def has_columns(self, stage: int, step: int) -> bool:
+        """Whether rows that the step pushes travel by columns; not if ``step`` is -1."""
+        return step >= 0 and len(self._by_columns(stage, step)) > 0
+
+    def product_s(self, stage: int, shard: int, chunk: int, step: int) -> float:
+        """Return the time of the products with the columns of the rows that ``step`` pushed.
+
+        This is a part of the next step's ``step_s``.
+        """
+        total = 0.0
+        for part in self._parts[stage][step + 1]:
+            if part.side is Side.AFTER and self.plan.way(part.op) is RowWay.COLUMNS:
+                times = self._part_times(Direction.FORWARD, part)
+                total += times.per_edge_s * float(self._edges(stage, part)[shard, chunk])
+        return total * self._slowdown(stage, shard)
+
+    def column_bytes(self, move: ColumnMove, stage: int, shard: int, chunk: int, step: int) -> int:
+        """Return the bytes that a rank sends for the rows of the aggregations that ``step`` feeds.
+
+        Only called if the step ``has_columns``.
+        """
+        return int(self._column_bytes(stage, step, move)[shard, chunk])
+
+    def _column_bytes(self, stage: int, step: int, move: ColumnMove) -> npt.NDArray[np.int64]:
+        """Return the bytes of ``column_bytes`` for every shard and chunk, [G, K]."""
+        sizes, shares = self._sizes.stages[stage], self.plan.stages[stage].shares
+        total = np.zeros((sizes.shards, sizes.chunks), dtype=np.int64)
+        for op in self._by_columns(stage, step):
+            rows = sizes.rows[op.pushed_type]
+            if move in (ColumnMove.READ_TO_ROWS, ColumnMove.READ_TO_COLUMNS):
+                rows = sizes.columns(op, Side.AFTER)[0]
+            numbers = ColumnNumbers.of(op.push_width, shares, rows)
+            is_back = move in (ColumnMove.READ_TO_ROWS, ColumnMove.PUSHED_TO_ROWS)
+            total += (numbers.to_rows if is_back else numbers.to_columns) * self._row_bytes
+        return total
+
+    def _by_columns(self, stage: int, step: int) -> list[Op]:
+        """Return the ops whose rows a step pushes by columns."""
+        if not self.plan.ways:
+            return []
+        parts = self._parts[stage][step]
+        return [
+            self.model.ops[part.op]
+            for part in parts
+            if part.side is Side.BEFORE and self.plan.way(part.op) is RowWay.COLUMNS
+        ]
 
     def exchange_bytes(self, way: Direction, stage: int, shard: int, chunk: int, step: int) -> int:
         """Return the bytes that a rank sends to all other shards of its stage for one step.
 
-        Forward: the boundary rows that the step pushed; backward: the gradients of its halo rows.
-        Only called if the step ``has_exchange``.
+        Forward: the boundary rows that the step pushed, and their columns; backward: the gradients
+        of its halo rows. Only called if the step ``has_exchange``.
         """
         return int(self._exchanged_bytes(way, stage, step)[shard, chunk])
 
@@ -307,9 +420,12 @@ class ProfiledCosts:
             sizes = self._sizes.stages[stage]
             rows = sizes.boundary if way == Direction.FORWARD else sizes.halo
             total = np.zeros((sizes.shards, sizes.chunks), dtype=np.int64)
+            by_columns = self._by_columns(stage, step)
             for op in self._pushing(stage, step):
-                if not op.is_mean:
+                if not op.is_mean and op not in by_columns:
                     total += rows[op.pushed_type] * (op.push_width * self._row_bytes)
+            if way == Direction.FORWARD:
+                total += self._column_bytes(stage, step, ColumnMove.PUSHED_TO_COLUMNS)
             self._exchanges[key] = total
         return self._exchanges[key]
 

@@ -33,6 +33,8 @@ class TaskKind(StrEnum):
     """Work once per epoch. This kind and those up to STEP are tasks on a device."""
     FORWARD = "F"
     BACKWARD = "B"
+    PRODUCT = "PRODUCT"
+    """The product with this shard's columns of all rows, before the rows of the result return."""
     PULL = "PULL"
     """Part of a backward step that overlaps with the exchange of halo gradients."""
     FORECAST = "FORECAST"

@@ -95,6 +95,14 @@ class EpochSpans:
         """When the rank reached the all-reduce before the optimizer's step."""
         return self.actions_end_s if self.step_sync is None else self.step_sync.wait_start_s
 
+    @property
+    def compute_s(self) -> float:
+        """Time up to the end of the last action, without waits for other ranks."""
+        collectives = [*self.collectives, *filter(None, [self.step_sync])]
+        waited_s = sum(m.wait_end_s - m.wait_start_s for m in self.messages)
+        waited_s += sum(c.wait_end_s - c.wait_start_s for c in collectives)
+        return self.actions_end_s - self.start_s - waited_s
+
     def shifted(self, offset_s: float) -> EpochSpans:
         """The same times on a clock that is ``offset_s`` ahead."""
         sync = self.step_sync

@@ -10,6 +10,8 @@ rules follow ``runtime.executor``:
   table waits for the exchange. The exchange of halo gradients starts before the product for the own
   rows and is waited for after the product. If the next backward action is the same single step of
   another chunk, its exchange starts before this step's autograd;
+- rows that travel by columns leave after the step that pushed them; their products run before the
+  rows of the result return, and the step then waits for these;
 - sums over the shards for forecasts and means are waited for at once. Sums of gradients have phases
   (``collectives.ShardSum``): the next one starts where the next bucket starts, or before the step;
 - all ranks wait for one another before the optimizer's step (norm of the gradients) and after the
@@ -24,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gnnpipe.perf.profiled_costs import ProfiledCosts
+from gnnpipe.perf.profiled_costs import ColumnMove, ProfiledCosts
 from gnnpipe.perf.simulate import EXCHANGES, SENDS, Task, TaskKind, Tasks, collector_paused
 from gnnpipe.schedule import Action, ActionKind, Direction, Program
 
@@ -100,6 +102,8 @@ class _StageTasks:
         """Tasks that the next task on each device waits for, by shard."""
         self._arriving: dict[tuple[Direction, int], list[list[_Part]]] = defaultdict(list)
         self._pushed: list[list[int]] = [[] for _ in range(self.num_steps)]
+        self._recorded: list[list[int]] = [[] for _ in range(self.num_steps)]
+        """Exchanges of gradients to columns, by the step that pushed the rows."""
         self._returning: dict[tuple[int, int], list[int]] = {}
         self._buckets: list[tuple[int, int, int, int]] = []
         """Gradient sums under way: current task, bytes, step and number of remaining phases."""
@@ -176,6 +180,8 @@ class _StageTasks:
                 self._wait(*self._pushed[step - 1])
                 self._pushed[step - 1].clear()
             each = self._step_times(Direction.FORWARD, chunk, step)
+            if self.costs.has_columns(self.stage, step - 1):
+                each = self._product(action.position, step, each)
             self._device(TaskKind.FORWARD, each, action.position, step)
             if step < self.num_steps - 1:
                 self._sum_means(action.position, step)
@@ -184,6 +190,16 @@ class _StageTasks:
                     self._pushed[step] += pushed
                 else:
                     self._wait(*pushed)
+
+    def _product(self, position: int, step: int, each: list[float]) -> list[float]:
+        """Add the products with columns that ``step`` begins with; return the rest of its times."""
+        chunk = self.order[position]
+        products = [
+            self.costs.product_s(self.stage, shard, chunk, step - 1) for shard in self.shards
+        ]
+        self._device(TaskKind.PRODUCT, products, position, step)
+        self._wait(self._move_columns(ColumnMove.READ_TO_ROWS, position, step - 1))
+        return [whole - part for whole, part in zip(each, products, strict=True)]
 
     def _all_steps(self, action: Action, is_last: bool = False) -> None:
         """Run all steps as one task: with one shard no rows are exchanged between them."""
@@ -206,41 +222,81 @@ class _StageTasks:
         for step in reversed(range(*action.steps)):
             each = self._step_times(Direction.BACKWARD, chunk, step)
             if step < self.num_steps - 1:
-                place = action.position, step
-                arriving = self._returning.pop(place, None)
-                if arriving is None:
-                    arriving = self._exchange(Direction.BACKWARD, *place)
-                if not self.overlap:
-                    self._wait(*arriving)
-                own = [self.costs.pull_s(self.stage, shard, chunk, step) for shard in self.shards]
-                self._device(TaskKind.PULL, own, *place)
+                self._pull(action.position, step, repeat)
+                own = self._pull_times(chunk, step)
                 each = [whole - part for whole, part in zip(each, own, strict=True)]
-                if self.overlap:
-                    self._wait(*arriving)
-                    if repeat is not None:
-                        comes = repeat.position, step
-                        self._returning[comes] = self._exchange(Direction.BACKWARD, *comes)
             if is_last and step == action.steps[0]:
                 extra = [self.costs.finish_s(self.stage, shard) for shard in self.shards]
                 each = [time_s + more for time_s, more in zip(each, extra, strict=True)]
             self._device(TaskKind.BACKWARD, each, action.position, step)
             if step:
                 self._sum_means(action.position, step - 1)
+            if self.costs.has_columns(self.stage, step - 1):
+                move = ColumnMove.READ_TO_COLUMNS
+                self._recorded[step - 1].append(self._move_columns(move, action.position, step - 1))
+
+    def _pull_times(self, chunk: int, step: int) -> list[float]:
+        return [self.costs.pull_s(self.stage, shard, chunk, step) for shard in self.shards]
+
+    def _pull(self, position: int, step: int, repeat: Action | None) -> None:
+        """Add the pull of the rows that a step pushed; ``repeat``: the same step of another chunk.
+
+        The product for own rows runs while gradients of halo rows are exchanged. Products with
+        columns run before their result is exchanged.
+        """
+        has_columns = self.costs.has_columns(self.stage, step)
+        arriving = self._returning.pop((position, step), None)
+        if arriving is None:
+            arriving = self._start_pull(position, step)
+        if not self.overlap:
+            self._wait(*arriving)
+        if not has_columns:
+            own = self._pull_times(self.order[position], step)
+            self._device(TaskKind.PULL, own, position, step)
+        if self.overlap:
+            self._wait(*arriving)
+            if repeat is not None:
+                self._returning[repeat.position, step] = self._start_pull(repeat.position, step)
+
+    def _start_pull(self, position: int, step: int) -> list[int]:
+        """Add the exchanges that a pull waits for, and return them."""
+        arriving = []
+        if self.costs.has_columns(self.stage, step):
+            self._wait(*self._recorded[step])
+            self._recorded[step].clear()
+            own = self._pull_times(self.order[position], step)
+            self._device(TaskKind.PULL, own, position, step)
+            arriving = [self._move_columns(ColumnMove.PUSHED_TO_ROWS, position, step)]
+        return [*self._exchange(Direction.BACKWARD, position, step), *arriving]
 
     def _exchange(self, way: Direction, position: int, step: int) -> list[int]:
         """Add and return the exchange of a step; nothing if the step pushes only for means."""
-        if not self.costs.has_exchange(self.stage, step):
+        if not self.costs.has_exchange(way, self.stage, step):
             return []
         chunk = self.order[position]
         sizes = [
             self.costs.exchange_bytes(way, self.stage, shard, chunk, step) for shard in self.shards
         ]
+        return [self._all_to_all(way, position, step, sizes)]
+
+    def _move_columns(self, move: ColumnMove, position: int, step: int) -> int:
+        """Add and return an exchange of the rows of a step that travel by columns."""
+        is_forward = move in (ColumnMove.PUSHED_TO_COLUMNS, ColumnMove.READ_TO_ROWS)
+        way, chunk = Direction.FORWARD if is_forward else Direction.BACKWARD, self.order[position]
+        sizes = [
+            self.costs.column_bytes(move, self.stage, shard, chunk, step) for shard in self.shards
+        ]
+        return self._all_to_all(way, position, step, sizes)
+
+    def _all_to_all(self, way: Direction, position: int, step: int, sizes: Sequence[int]) -> int:
+        """Add and return an exchange in which each shard with tasks sends ``sizes`` bytes."""
         sent = sum(sizes) * len(self.ranks) // len(sizes)
+        chunk = self.order[position]
         what = Task(EXCHANGES[way], self.stage, -1, position, chunk, step, size_bytes=sent)
         # The shards without tasks send no more than those that stand for them.
         all_sizes = [*sizes, *[0] * (len(self.ranks) - len(sizes))]
         time_s = self.costs.exchange_s(self.stage, all_sizes)
-        return [self.tasks.add(what, self._shard_link(), time_s, tuple(self._last.values()))]
+        return self.tasks.add(what, self._shard_link(), time_s, tuple(self._last.values()))
 
     def _sum_means(self, position: int, step: int) -> None:
         for size in self.costs.mean_bytes(self.stage, step):

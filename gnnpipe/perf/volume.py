@@ -6,10 +6,16 @@ Reports show the closed form next to the bytes that were counted; the two must b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
+from typing import NamedTuple
 
-from gnnpipe.plan import ModelGraph, Op, Plan, StageDag
+import numpy as np
+import numpy.typing as npt
+
+from gnnpipe.plan import ModelGraph, Op, Plan, RowWay, StageDag, column_bounds
+
+Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,8 @@ def closed_form_volume(
 
     Rows between stages of different shards travel once, too: each row has one owner in each stage.
     Graph, gradient and control are sums over the stages, each with its own M and G. The plan's
-    collectives determine the bytes of a sum and of a push (``plan.collectives``).
+    collectives determine the bytes of a sum and of a push (``plan.collectives``). Not counted:
+    aggregations whose rows travel in another way than by halo (``row_way_bytes``).
 
     Args:
         dag: The stages of the plan.
@@ -93,6 +100,77 @@ def closed_form_volume(
     )
 
 
+@dataclass(frozen=True)
+class ShardRows:
+    """Numbers of rows of the shards of a stage."""
+
+    own: Mapping[str, Sequence[int]]
+    """[G] own rows by vertex type."""
+    loss: Sequence[int]
+    """[G] loss rows."""
+    limited: Collection[str]
+    """Ops that aggregate into the loss rows only."""
+
+
+def row_way_bytes(
+    dag: StageDag,
+    model: ModelGraph,
+    rows: Sequence[ShardRows],
+    row_bytes: int,
+    label_iterations: int = 0,
+) -> int:
+    """Return the bytes that all shards send for aggregations of another way than by halo.
+
+    Forward and backward of an epoch, and its label iterations. ``COLUMNS``: in each pass the sum
+    over the shards of (n + m) (F - f) numbers, for a shard that pushes n rows, aggregates m rows
+    and has f of the F columns. With equal shares and N rows of both kinds 2 N F (G-1) / G.
+
+    Args:
+        dag: The stages of the plan.
+        model: The ops.
+        rows: Rows of the shards, by stage.
+        row_bytes: Bytes of a number of a row.
+        label_iterations: Number of passes that predict label inputs; these compute all rows.
+    """
+    plan, total = dag.plan, 0
+    for stage, of_stage in zip(plan.stages, rows, strict=True):
+        for i in stage.ops:
+            if plan.way(i) is RowWay.HALO:
+                continue
+            op = model.ops[i]
+            all_rows = of_stage.own[op.vertex_type]
+            trained = of_stage.loss if op.name in of_stage.limited else all_rows
+            pushed, read, limited = (
+                ColumnNumbers.of(op.push_width, stage.shares, np.array(rows))
+                for rows in (of_stage.own[op.pushed_type], all_rows, trained)
+            )
+            # Forward moves pushed rows to columns and columns of the product to rows; backward
+            # moves the gradients of both the other way, as many numbers.
+            numbers = 2 * int(pushed.to_columns.sum() + limited.to_rows.sum())
+            numbers += label_iterations * int(pushed.to_columns.sum() + read.to_rows.sum())
+            total += plan.collectives.rows.sent_bytes(stage.shards, numbers * row_bytes)
+    return total
+
+
+class ColumnNumbers(NamedTuple):
+    """Numbers that each shard sends to move rows [G, ...] to columns, or columns to rows."""
+
+    to_columns: Counts
+    to_rows: Counts
+
+    @classmethod
+    def of(cls, width: int, shares: Sequence[float], rows: Counts) -> ColumnNumbers:
+        """Return the numbers for rows of ``width`` columns.
+
+        Args:
+            width: F.
+            shares: [G] of the shards in the columns.
+            rows: [G, ...] of the shards.
+        """
+        own = np.diff(column_bounds(width, shares)).reshape(-1, *[1] * (rows.ndim - 1))
+        return cls(rows * (width - own), (rows.sum(0) - rows) * own)
+
+
 def _shard_bytes(
     plan: Plan,
     stage: int,
@@ -107,7 +185,8 @@ def _shard_bytes(
     fitted to.
     """
     ops, shards = model.select(plan.stages[stage].ops), plan.stages[stage].shards
-    pushing = [op for op in ops if op.aggregates and not op.is_mean]
+    by_halo = model.select([i for i in plan.stages[stage].ops if plan.way(i) is RowWay.HALO])
+    pushing = [op for op in by_halo if op.aggregates and not op.is_mean]
     pushed = sum(crossings[op.pushed_type] * op.push_width for op in pushing)
     means = sum(op.push_width for op in ops if op.is_mean)
     fit = sum(fit_numbers(op) for op in ops if op.is_forecast)

@@ -23,6 +23,7 @@ LESS = 0.1
 _GROUPS = {
     TaskKind.FORWARD: ("compute of", "all compute"),
     TaskKind.BACKWARD: ("compute of", "all compute"),
+    TaskKind.PRODUCT: ("compute of", "all compute"),
     TaskKind.PULL: ("compute of", "all compute"),
     TaskKind.BEGIN: ("begin of", "all beginnings"),
     TaskKind.FORECAST: ("forecast of", "all forecasts"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,6 +18,20 @@ from gnnpipe.plan.cluster import Cluster, Link
 
 STALE_SHARE = 0.5
 """Share of the rows that are read stale (assumed)."""
+
+
+def probe_counts(model: ModelGraph, types: Iterable[str], each: int) -> dict[str, int]:
+    """Return the number of probe vertices by type: ``each`` per column of the type's widest map.
+
+    A graph may have fewer vertices; then all are probe vertices.
+    """
+    widths = dict.fromkeys(types, 0)
+    forecast = [op for op in model.aggregations if op.is_forecast]
+    for op in forecast:
+        if not op.is_mean:
+            pushing = op.vertex_type if op.over_pairs else op.pushed_type
+            widths[pushing] = max(widths[pushing], op.push_width)
+    return {name: each * (width + 1) * bool(forecast) for name, width in widths.items()}
 
 
 @dataclass(frozen=True)
@@ -39,9 +53,14 @@ class Workload:
     probes: int
     """Probe vertices of a forecast; 0: no forecast."""
     memory: MemorySettings
-    """Of an exact program; ``is_exact`` is replaced for others."""
+    """The settings of an exact program; ``is_exact`` is replaced for others."""
     ranks_at_once: int = 1
     """Ranks that compute at once on one machine, as in the profile."""
+
+    @property
+    def comm_dtype(self) -> str:
+        """The number type of the rows as in ``--comm-dtype``."""
+        return "bf16" if self.memory.rounds_rows else "same"
 
     @cached_property
     def cuts(self) -> tuple[int, ...]:

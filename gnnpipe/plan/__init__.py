@@ -4,6 +4,7 @@ from gnnpipe.plan.buckets import gradient_buckets, gradient_steps, op_gradient_s
 from gnnpipe.plan.loss_rows import ALL_ROWS, LossRows, choose_loss_rows
 from gnnpipe.plan.model_graph import ModelGraph, Op, precomputed_aggregations, shared_tables
 from gnnpipe.plan.plan import Placement, Plan, StagePlan
+from gnnpipe.plan.row_ways import RowWay, column_bounds
 from gnnpipe.plan.shard_split import ShardSplit
 from gnnpipe.plan.stage_dag import StageDag, Transfer
 
@@ -14,11 +15,13 @@ __all__ = [
     "Op",
     "Placement",
     "Plan",
+    "RowWay",
     "ShardSplit",
     "StageDag",
     "StagePlan",
     "Transfer",
     "choose_loss_rows",
+    "column_bounds",
     "gradient_buckets",
     "gradient_steps",
     "op_gradient_steps",

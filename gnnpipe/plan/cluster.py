@@ -1,11 +1,13 @@
-"""Cluster file: the devices and links that a plan runs on, in TOML, written by hand.
+"""Cluster file: the devices and links that a plan runs on, in TOML.
+
+Written by hand, or by `gnnpipe profile --save-cluster`.
 
 [[devices]]                      # one per rank, in rank order
 count = 4
 speed = 1.0                      # relative to the profiled device
 memory_bytes = 17_179_869_184
 
-[link]                           # between any two devices
+[link]                           # between any two devices; not needed for one device
 bandwidth_bytes_per_s = 1.25e9
 latency_s = 50e-6
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +81,18 @@ class Cluster:
         """Return the link between two ranks."""
         return self.pairs.get((min(rank, other), max(rank, other)), self.link)
 
+    def to_toml(self, comment: str = "") -> str:
+        """Return the text of a cluster file; ``comment``: lines at its beginning."""
+        lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+        for device, alike in groupby(self.devices):
+            lines += ["[[devices]]", f"count = {len(list(alike))}", f"speed = {device.speed!r}"]
+            lines.append(f"memory_bytes = {device.memory_bytes}")
+        if len(self.devices) > 1:
+            lines += ["[link]", *_link_lines(self.link)]
+        for ranks, link in sorted(self.pairs.items()):
+            lines += ["[[pairs]]", f"ranks = {list(ranks)}", *_link_lines(link)]
+        return "\n".join(lines) + "\n"
+
     @classmethod
     def read(cls, path: str) -> Cluster:
         """Read a cluster file; ``InputError`` names the file, the wrong field and its value."""
@@ -97,7 +112,16 @@ class Cluster:
 
     @classmethod
     def _from(cls, values: dict[str, Any]) -> Cluster:
-        _check_fields(values, "the file", {"devices", "link"}, {"pairs"})
+        groups = values.get("devices")
+        # A single device needs no link.
+        is_single = (
+            isinstance(groups, list)
+            and len(groups) == 1
+            and isinstance(groups[0], dict)
+            and groups[0].get("count", 1) == 1
+        )
+        needed = {"devices"} if is_single else {"devices", "link"}
+        _check_fields(values, "the file", needed, {"link", "pairs"} - needed)
         devices: list[Device] = []
         for group in _tables(values["devices"], "devices"):
             _check_fields(group, "devices", {"speed", "memory_bytes"}, {"count"})
@@ -113,9 +137,15 @@ class Cluster:
                 raise InputError(f"pairs: ranks {ranks!r}: give two ranks, like [0, 1]")
             low, high = sorted(_whole(rank, "pairs: ranks") for rank in ranks)
             pairs[low, high] = link
+        if "link" not in values:
+            return cls(tuple(devices), NO_LINK, pairs)
         if not isinstance(values["link"], dict):
             raise InputError("link: is not a table; write [link] and its fields below")
         return cls(tuple(devices), _link(values["link"], "link", set()), pairs)
+
+
+def _link_lines(link: Link) -> list[str]:
+    return [f"{f.name} = {getattr(link, f.name)!r}" for f in fields(Link)]
 
 
 def _link(values: dict[str, Any], where: str, others: set[str]) -> Link:
@@ -157,3 +187,7 @@ def _check(where: str, name: str, value: float, least: float, most: float = 1e30
     # Within these bounds every time stays finite.
     if not least <= value <= most:
         raise InputError(f"cluster: {where}: {name} {value}: must be {least:g} to {most:g}")
+
+
+NO_LINK = Link(1e30, 0.0)
+"""The link of a cluster of one device, which sends nothing."""

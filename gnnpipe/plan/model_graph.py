@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from gnnpipe.plan.plan import Plan
+from gnnpipe.plan.row_ways import RowWay
 
 EDGE_FLOPS = 10
 """Floating-point operations of a dense product that take as long as reading and adding one number
@@ -47,7 +48,10 @@ def shared_tables(
     found: set[str] = set()
     for stage in plan.stages:
         by_matrix = defaultdict(list)
-        for op in model.select(stage.ops):
+        for i in stage.ops:
+            op = model.ops[i]
+            if plan.way(i) is RowWay.COLUMNS:
+                continue  # its gradients have other columns than its aggregated rows
             if op.aggregates and op.is_linear and not op.is_mean and op.name not in precomputed:
                 by_matrix[op.structure, op.name in loss_rows].append(op.name)
         for names in by_matrix.values():
@@ -163,6 +167,17 @@ class Op:
     def clears(self) -> bool:
         """The op has a gradient table, which is cleared in every epoch of several chunks."""
         return self.aggregates and not (self.is_linear or self.is_mean)
+
+    def reason_against(self, way: RowWay) -> str:
+        """Return why the rows of the op cannot travel that way; '' if they can."""
+        if way is RowWay.HALO:
+            return ""
+        if not self.aggregates or self.is_mean:
+            return "aggregates no rows of neighbours"
+        if way is RowWay.COLUMNS and not self.is_linear:
+            kind = "scores pairs of rows" if self.over_pairs else "computes messages of whole rows"
+            return f"{kind}, and a rank would have only some columns"
+        return ""
 
     @property
     def is_forecast(self) -> bool:

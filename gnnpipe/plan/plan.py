@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
 from gnnpipe.errors import InputError
+from gnnpipe.plan.row_ways import RowWay
 from gnnpipe.plan.shard_split import ShardSplit
 
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,11 @@ class StagePlan:
     The work of a vertex is 50 + its degree (``graph.partition.vertex_work``): a shard of vertices
     of high degree gets fewer rows.
     """
+    recompute: bool = False
+    """The stage keeps only the inputs of its steps until backward, and computes the rest again.
+
+    As ``--recompute``, but in this stage alone: less memory, more time, identical results.
+    """
 
     @classmethod
     def even(cls, ops: tuple[int, ...], ranks: tuple[int, ...]) -> StagePlan:
@@ -133,12 +139,21 @@ class Plan:
     """Name of the schedule (see ``schedule.schedules``)."""
     collectives: Collectives = DEFAULT_COLLECTIVES
     """Collectives among the shards of every stage."""
+    comm_dtype: str = ""
+    """The ``--comm-dtype`` with which the plan was found, same or bf16; '': none in particular."""
+    ways: Mapping[int, RowWay] = field(default_factory=dict, hash=False)
+    """By op, how the rows of its aggregation travel among the shards; ``HALO`` for all others."""
 
     def __post_init__(self) -> None:
         self._check_ops()
         self._check_ranks()
         if self.chunks < 1:
             raise InputError(f"plan: chunks {self.chunks}: must be at least 1")
+        if self.comm_dtype not in ("", "same", "bf16"):
+            raise InputError(f"plan: comm_dtype {self.comm_dtype!r}: must be same or bf16")
+        for op in self.ways:
+            if not 0 <= op < self.num_ops:
+                raise InputError(f"plan: ways: {op}: must be an op from 0 to {self.num_ops - 1}")
 
     def _check_ops(self) -> None:
         if not self.stages or not all(stage.ops for stage in self.stages):
@@ -190,9 +205,18 @@ class Plan:
         return max(stage.shards for stage in self.stages)
 
     @property
+    def recomputes(self) -> bool:
+        """Some stage computes again in backward what it does not keep."""
+        return any(stage.recompute for stage in self.stages)
+
+    @property
     def shards_text(self) -> str:
         """The number of shards of the stages."""
         return shards_text([stage.shards for stage in self.stages])
+
+    def way(self, op: int) -> RowWay:
+        """How the rows of an op's aggregation travel among the shards."""
+        return self.ways.get(op, RowWay.HALO)
 
     @cached_property
     def split(self) -> ShardSplit:
@@ -215,6 +239,7 @@ class Plan:
             data["stages"] = tuple(_stage(stage) for stage in data["stages"])
             data["chunks"] = _whole(data["chunks"])
             data["collectives"] = Collectives(**data.get("collectives", {}))
+            data["ways"] = {int(op): _row_way(way) for op, way in data.get("ways", {}).items()}
             if not isinstance(data["schedule"], str):
                 raise TypeError(f"schedule {data['schedule']!r} is not a name")
             return cls(**data)
@@ -239,7 +264,15 @@ def shards_text(by_stage: Sequence[int]) -> str:
 
 def _stage(data: Any) -> StagePlan:
     wholes = {name: tuple(map(_whole, data[name])) for name in ("ops", "ranks")}
+    if type(data.get("recompute", False)) is not bool:
+        raise TypeError(f"recompute {data['recompute']!r} is neither true nor false")
     return StagePlan(**{**data, **wholes, "shares": tuple(map(float, data["shares"]))})
+
+
+def _row_way(name: Any) -> RowWay:
+    if name not in list(RowWay):
+        raise InputError(f"plan: ways: {name!r}: must be one of {', '.join(RowWay)}")
+    return RowWay(name)
 
 
 def _whole(value: Any) -> int:

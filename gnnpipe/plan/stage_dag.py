@@ -13,6 +13,7 @@ from itertools import pairwise
 from gnnpipe.errors import InputError
 from gnnpipe.plan.model_graph import ModelGraph
 from gnnpipe.plan.plan import Plan
+from gnnpipe.plan.row_ways import RowWay
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,10 @@ class StageDag:
 
         Raises:
             InputError: A stage reads a value that a later stage computes, or the last stage does
-                not compute the logits.
+                not compute the logits, or rows cannot travel as ``Plan.ways`` says.
         """
         _check_order(plan, model)
+        _check_ways(plan, model)
         source: dict[str, tuple[int, int]] = {}
         types: dict[str, str] = {}
         sent: dict[tuple[int, int], dict[str, int]] = {}
@@ -127,6 +129,18 @@ def _check_order(plan: Plan, model: ModelGraph) -> None:
             f"plan: {model.unit} {last} computes the logits in stage {stage_of[last]}; list this "
             "stage last"
         )
+
+
+def _check_ways(plan: Plan, model: ModelGraph) -> None:
+    """Check that each op of ``Plan.ways`` has several ranks and can use its way."""
+    for stage in plan.stages:
+        for op in sorted(plan.ways.keys() & set(stage.ops)):
+            way, name = plan.ways[op], f"{model.unit} {op} ({model.ops[op].name})"
+            reason = model.ops[op].reason_against(way)
+            if not reason and way is not RowWay.HALO and stage.shards == 1:
+                reason = "is on a single rank, which sends no rows"
+            if reason:
+                raise InputError(f"plan: ways: {way}: {name} {reason}; leave it out, or try halo")
 
 
 def _check_convex(stage: int, stage_of: Mapping[int, int], model: ModelGraph) -> None:

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
 from gnnpipe.errors import InputError
 from gnnpipe.perf.closed_form import ClosedForm
 from gnnpipe.perf.memory import human_bytes
+from gnnpipe.perf.workload import Workload
 from gnnpipe.plan import Plan, ShardSplit, StageDag, StagePlan
 from gnnpipe.planner.candidate import MAX_CHUNKS, Candidate, FoundPlan, SearchSpace
 from gnnpipe.planner.chain import cut_chain
@@ -32,6 +34,9 @@ from gnnpipe.schedule import EXACT_SCHEDULE
 
 SIMULATED = 3
 """Candidates that are simulated at most."""
+
+RECOMPUTE_ROUNDS = 4
+"""How often the stages that recompute are chosen anew after a cut."""
 
 MARGIN = 1.1
 """The third is simulated only if its closed form is less than this factor over the best time."""
@@ -51,18 +56,22 @@ def find_plan(space: SearchSpace) -> FoundPlan:
     for shape in shapes:
         if shape.least_s >= limit_s:
             break
-        candidate = shape.planned()
-        if candidate.closed_form_s >= limit_s:
+        first = shape.planned()
+        if first.closed_form_s >= limit_s:
             continue
-        if candidate.excess(space.device_bytes) > 1:
+        candidate = fitted(first, shape.planned, space)
+        if candidate.stages_over(space.device_bytes):
             refused.append(candidate)
+            continue
+        if candidate.closed_form_s >= limit_s:
             continue
         known = fitting.get(candidate.kind, candidate)
         fitting[candidate.kind] = min(known, candidate, key=lambda c: c.closed_form_s)
         if len(fitting) >= SIMULATED:
             limit_s = sorted(c.closed_form_s for c in fitting.values())[SIMULATED - 1]
-    for candidate in _dag_candidates(space, list(fitting.values())):
-        if candidate.excess(space.device_bytes) <= 1:
+    for planned in _dag_candidates(space, list(fitting.values())):
+        candidate = fitted(planned, planned.recomputing, space)
+        if not candidate.stages_over(space.device_bytes):
             known = fitting.get(candidate.kind, candidate)
             fitting[candidate.kind] = min(known, candidate, key=lambda c: c.closed_form_s)
     if not fitting:
@@ -71,6 +80,7 @@ def find_plan(space: SearchSpace) -> FoundPlan:
     for candidate in sorted(fitting.values(), key=lambda c: c.closed_form_s)[:SIMULATED]:
         if len(best) < 2 or candidate.closed_form_s < MARGIN * best[0].simulated_s:
             best = sorted([*best, candidate], key=lambda c: c.simulated_s)
+    rounded = _rounded(space, list(fitting.values()))
     return FoundPlan(
         best[0],
         best[1] if len(best) > 1 else None,
@@ -78,12 +88,42 @@ def find_plan(space: SearchSpace) -> FoundPlan:
         len(refused),
         space,
         time.process_time() - start_s,
+        rounded,
     )
+
+
+def _rounded(space: SearchSpace, found: Sequence[Candidate]) -> Candidate | None:
+    """Return the fastest of the plans with rows in bf16, if the result may not have these."""
+    if space.rounded is None or space.may_round:
+        return None
+    fastest = sorted(found, key=lambda c: c.closed_form_s)[: 2 * SIMULATED]
+    rounded = [candidate.with_rows_of(space.rounded) for candidate in fastest]
+    fits = [c for c in rounded if not c.stages_over(space.device_bytes)]
+    return min(fits, key=lambda c: c.closed_form_s, default=None)
 
 
 def every_candidate(space: SearchSpace) -> Iterator[Candidate]:
     """Yield all chains of stages of the search, for comparison with its result."""
-    return (shape.planned() for shape in _shapes(space))
+    return (fitted(shape.planned(), shape.planned, space) for shape in _shapes(space))
+
+
+def fitted(
+    candidate: Candidate, planned: Callable[[Collection[int]], Candidate], space: SearchSpace
+) -> Candidate:
+    """Return the candidate, or one that recomputes in the stages that do not fit otherwise.
+
+    ``planned``: returns the candidate for given stages that recompute. If no choice of stages fits,
+    the result does not fit either.
+    """
+    chosen: frozenset[int] = frozenset()
+    for _ in range(RECOMPUTE_ROUNDS if space.can_recompute else 0):
+        over = candidate.stages_over(space.device_bytes)
+        if over <= chosen:
+            break
+        # Stages that recompute are slower, so that the ops may be cut differently.
+        chosen |= over
+        candidate = planned(chosen)
+    return candidate.without_needless_recomputation(space.device_bytes)
 
 
 def _nothing_fits(space: SearchSpace, refused: Sequence[Candidate]) -> InputError:
@@ -100,11 +140,10 @@ def _nothing_fits(space: SearchSpace, refused: Sequence[Candidate]) -> InputErro
         )
     ]
     _, rank, size, limit = max(needs)
-    hint = "a smaller --hidden" if space.workload.memory.recompute else "--recompute"
     return InputError(
         f"--plan auto: no plan fits into memory; the nearest, {nearest.name}, needs "
         f"{human_bytes(size)} (estimated) on rank {rank}, whose device has {human_bytes(limit)}; "
-        f"try {hint} or more devices"
+        "try a smaller --hidden or more devices"
     )
 
 
@@ -133,31 +172,35 @@ class _Shape:
         """The stages, without their ops."""
         return [StagePlan((0,), *slot) for slot in self.slots]
 
-    def planned(self) -> Candidate:
-        """Return the candidate whose stages are runs of consecutive ops."""
+    def planned(self, recomputing: Collection[int] = ()) -> Candidate:
+        """Return the candidate whose stages are runs of consecutive ops.
+
+        ``recomputing``: the stages that recompute.
+        """
         form, work = self.form, self.form.workload
-        sums = {group: np.add(*form.prefixes(group)) for group in map(form.group, self.stages)}
-        prefixes = [sums[form.group(part)] for part in self.stages]
+        parts = [replace(part, recompute=i in recomputing) for i, part in enumerate(self.stages)]
+        groups = [form.group(part) for part in parts]
+        sums = {group: np.add(*form.prefixes(group)) for group in groups}
+        prefixes = [sums[group] for group in groups]
         hops = [0.0] * len(work.cuts)
         if len(prefixes) > 1:
-            fewest = min(stage.shards for stage in self.stages)
+            fewest = min(stage.shards for stage in parts)
             hops = [2 * form.message_s(work.crossing[cut], fewest) for cut in work.cuts]
         runs = cut_chain(prefixes, work.cuts, hops, 1 if form.is_exact else form.chunks)
         stages = (
-            replace(part, ops=tuple(range(*run)))
-            for run, part in zip(runs, self.stages, strict=True)
+            replace(part, ops=tuple(range(*run))) for run, part in zip(runs, parts, strict=True)
         )
         is_layered = form.is_exact and form.chunks > 1
         schedule = EXACT_SCHEDULE if is_layered else "fill-drain"
-        plan = Plan(tuple(stages), form.chunks, schedule)
+        plan = Plan(tuple(stages), form.chunks, schedule, comm_dtype=work.comm_dtype)
         dag, share = StageDag.of(plan, work.model), self.space.exact_share
         return Candidate(plan, self.devices, form, self.exact_form, dag, share)
 
 
 def _shapes(space: SearchSpace) -> Iterator[_Shape]:
     """Yield all candidates, without regard to memory."""
-    for chosen in _device_sets(space):
-        workload = space.workload.with_devices(chosen)
+    for chosen, whole in product(_device_sets(space), space.workloads):
+        workload = whole.with_devices(chosen)
         counts = _chunk_counts(space)
         forms = {count: ClosedForm(workload, *count) for count in counts}
         rows = min(workload.num_vertices.values())
@@ -178,7 +221,13 @@ def _dag_candidates(space: SearchSpace, chains: Sequence[Candidate]) -> Iterator
     On as many devices as may be used; for one chunk, and for the numbers of chunks and schedules of
     the two fastest ``chains``.
     """
-    work = space.workload
+    return (c for work in space.workloads for c in _dag_candidates_of(space, work, chains))
+
+
+def _dag_candidates_of(
+    space: SearchSpace, work: Workload, chains: Sequence[Candidate]
+) -> Iterator[Candidate]:
+    """Yield the candidates of ``_dag_candidates`` for rows of one number type."""
     is_equal = work.cluster is None or (
         len(set(work.cluster.devices)) == 1 and not work.cluster.pairs
     )
@@ -197,6 +246,7 @@ def _dag_candidates(space: SearchSpace, chains: Sequence[Candidate]) -> Iterator
         exact_form = ClosedForm(workload, chunks, True)
         for stages in candidates(costs, Interval(costs)):
             plan = as_plan(units, stages, chunks, schedule)
+            plan = replace(plan, comm_dtype=work.comm_dtype)
             has_rows = plan.split.num_parts * chunks <= min(work.num_vertices.values())
             if plan.num_ranks == len(chosen) and has_rows:
                 dag = StageDag.of(plan, work.model)
@@ -219,7 +269,7 @@ def _chunk_counts(space: SearchSpace) -> list[tuple[int, bool]]:
 def _device_sets(space: SearchSpace) -> Iterator[tuple[int, ...]]:
     """Yield sets of devices, ascending: all, and powers of two of the fastest ones."""
     count, cluster = space.num_devices, space.workload.cluster
-    order = range(count) if cluster is None else by_machine(cluster)
+    order = range(count) if cluster is None or space.in_order else by_machine(cluster)
     counts = {count} if space.uses_all else {count, *(1 << i for i in range(count.bit_length()))}
     for size in sorted(size for size in counts if size <= count):
         yield tuple(sorted(order[:size]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -45,6 +45,20 @@ class SearchSpace:
     """Largest K of any schedule; 1 for a model that cannot be divided."""
     exact_share: float = 0.0
     """Share of the epochs of a stale plan that are exact."""
+    can_recompute: bool = True
+    """Stages that do not fit otherwise may recompute."""
+    rounded: Workload | None = None
+    """The same work with rows in bf16; None: not to be considered."""
+    may_round: bool = False
+    """The plan may have rows in bf16. If not, the result only says what these would gain."""
+    in_order: bool = False
+    """Of the devices only the first ones may be chosen, as of the ranks of a run."""
+
+    @property
+    def workloads(self) -> list[Workload]:
+        """The work, for each number type of the rows that a plan may have."""
+        rounded = [self.rounded] if self.rounded is not None and self.may_round else []
+        return [self.workload, *rounded]
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,9 @@ class Candidate:
         """The shape as text, with the depth if stages run side by side."""
         stages, shards, chunks, schedule = self.shape
         depth = f", depth {self.dag.depth}" if self.dag.depth < stages else ""
-        return f"{stages} x {shards} x {chunks} ({schedule}{depth})"
+        recompute = ", recompute" if self.plan.recomputes else ""
+        rows = ", bf16 rows" if self.form.workload.memory.rounds_rows else ""
+        return f"{stages} x {shards} x {chunks} ({schedule}{depth}{recompute}{rows})"
 
     @cached_property
     def closed_form_s(self) -> float:
@@ -123,10 +139,49 @@ class Candidate:
         """Estimate of every rank."""
         found = [0] * self.plan.num_ranks
         for stage in self.plan.stages:
-            for rank, share in zip(stage.ranks, stage.shares, strict=True):
-                shards = len(stage.ranks)
-                found[rank] = self.form.shard_memory_bytes(stage.ops, shards, share)
+            for rank, size in zip(stage.ranks, self._stage_bytes(stage), strict=True):
+                found[rank] = size
         return found
+
+    def _stage_bytes(self, stage: StagePlan) -> list[int]:
+        shards, size_of = len(stage.ranks), self.form.shard_memory_bytes
+        return [size_of(stage.ops, shards, s, recompute=stage.recompute) for s in stage.shares]
+
+    def stages_over(self, device_bytes: Sequence[int]) -> frozenset[int]:
+        """Return the stages with a rank that needs more memory than its device has."""
+        return frozenset(
+            i
+            for i, s in enumerate(self.plan.stages)
+            if device_bytes and self._is_over(s, device_bytes)
+        )
+
+    def _is_over(self, stage: StagePlan, device_bytes: Sequence[int]) -> bool:
+        pairs = zip(stage.ranks, self._stage_bytes(stage), strict=True)
+        return any(size > device_bytes[self.devices[rank]] for rank, size in pairs)
+
+    def with_rows_of(self, workload: Workload) -> Candidate:
+        """Return the same stages for the same work with rows of another number type."""
+        work = workload.with_devices(self.devices)
+        form = ClosedForm(work, self.plan.chunks, self.form.is_exact)
+        exact_form = ClosedForm(work, self.plan.chunks, True)
+        plan = replace(self.plan, comm_dtype=work.comm_dtype)
+        return replace(
+            self, plan=plan, dag=StageDag.of(plan, work.model), form=form, exact_form=exact_form
+        )
+
+    def recomputing(self, stages: Collection[int]) -> Candidate:
+        """Return the same plan with recomputation in these stages and in no other."""
+        parts = tuple(
+            replace(stage, recompute=i in stages) for i, stage in enumerate(self.plan.stages)
+        )
+        plan = replace(self.plan, stages=parts)
+        return replace(self, plan=plan, dag=StageDag.of(plan, self.form.model))
+
+    def without_needless_recomputation(self, device_bytes: Sequence[int]) -> Candidate:
+        """Return the same plan, in which stages that fit without recomputation do not recompute."""
+        chosen = {i for i, stage in enumerate(self.plan.stages) if stage.recompute}
+        needed = chosen & self.recomputing(()).stages_over(device_bytes)
+        return self if needed == chosen else self.recomputing(needed)
 
     def excess(self, device_bytes: Sequence[int]) -> float:
         """Return the largest quotient of a rank's memory and its device's; 0 without limits."""
@@ -148,6 +203,8 @@ class FoundPlan:
     space: SearchSpace
     cost_s: float
     """Processor time of the search."""
+    rounded: Candidate | None = None
+    """The fastest plan found with rows in bf16, if the plan may not have these."""
 
     @property
     def plan(self) -> Plan:
@@ -160,7 +217,14 @@ class FoundPlan:
         return self.best.devices
 
     def lines(self) -> Iterator[str]:
-        """The plan, the reasons for it, and what it needs."""
+        """Yield the plan, the reasons for it, and the memory that it needs, as text."""
+        yield from self.plan_lines()
+        yield from self.prediction_lines()
+        yield from self.search_lines()
+        yield from self._memory_lines()
+
+    def plan_lines(self) -> Iterator[str]:
+        """Yield the plan as text."""
         best, plan = self.best, self.plan
         unit = best.form.model.unit
         runs = [_stage_text(stage) for stage in plan.stages]
@@ -176,19 +240,37 @@ class FoundPlan:
             yield f"devices of the cluster by rank: {numbers}"
         if any(len(set(stage.shares)) > 1 for stage in plan.stages):
             yield f"shares of the rows: {_shares_text(plan)}"
-        usual_s, mean_s = best.timeline.makespan_s, best.simulated_s
-        exact = "" if usual_s == mean_s else f", {mean_s:.4g} s on average with its exact epochs"
-        yield f"predicted: {usual_s:.4g} s an epoch{exact}"
+        if plan.recomputes:
+            stages = [str(i) for i, stage in enumerate(plan.stages) if stage.recompute]
+            numbers = ", ".join(stages[:SHOWN_RANKS]) + ", ..." * (len(stages) > SHOWN_RANKS)
+            yield f"recomputation, without which these stages do not fit into memory: {numbers}"
+
+    def prediction_lines(self) -> Iterator[str]:
+        """Yield the time of an epoch and its critical path."""
+        best, plan = self.best, self.plan
+        yield f"predicted: {best.timeline.makespan_s:.4g} s an epoch"
         name = task_place if plan.num_ranks <= SHOWN_RANKS else task_group
         path = list(critical_shares(best.timeline, name).items())[:4]
         yield "why: critical path " + ", ".join(f"{share:.0%} {place}" for place, share in path)
+
+    def search_lines(self) -> Iterator[str]:
+        """Yield what the search compared: exact epochs, the runner-up, rows in bf16, its cost."""
+        best = self.best
+        if best.timeline.makespan_s != best.simulated_s:
+            yield f"with its exact epochs: {best.simulated_s:.4g} s an epoch on average"
         if self.runner_up is not None:
             slower = self.runner_up.simulated_s / best.simulated_s - 1
             yield (
                 f"runner-up: {self.runner_up.name}, {self.runner_up.simulated_s:.4g} s "
                 f"({slower:+.1%}); {what_would_win(best, self.runner_up)}"
             )
-        yield from self._memory_lines()
+        if self.rounded is not None:
+            saved = 1 - self.rounded.simulated_s / best.simulated_s
+            yield "--comm-dtype bf16, which changes results, would " + (
+                f"save {saved:.1%}: {self.rounded.name}, {self.rounded.simulated_s:.4g} s"
+                if saved > 0
+                else "save nothing"
+            )
         yield (
             f"search: {self.num_candidates} candidates, {self.cost_s:.2g} s of processor; "
             f"{self.num_refused} did not fit into memory"

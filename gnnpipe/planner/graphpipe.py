@@ -80,7 +80,7 @@ class _Point(NamedTuple):
 
     devices: int
     length: float
-    """Of the longest path from the source of the piece, with the stages behind the piece."""
+    """The longest path from the source of the piece, with the stages behind the piece."""
     choice: Choice
 
 

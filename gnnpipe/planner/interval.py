@@ -30,9 +30,9 @@ class _Suffix(NamedTuple):
 
     devices: int
     length: float
-    """Of the longest path."""
+    """The length of the longest path."""
     lengths: tuple[float, ...]
-    """Of the longest path from a stage that reads a unit of the state, for each such unit."""
+    """The longest path from a stage that reads a unit of the state, for each such unit."""
     stage: Stage | None
     """The first stage; None at the end."""
     rest: _Suffix | None

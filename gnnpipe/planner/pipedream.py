@@ -20,7 +20,7 @@ class _Suffix(NamedTuple):
 
     devices: int
     length: float
-    """Of all stages, which follow one another."""
+    """The length of all stages, which follow one another."""
     stage: Stage | None
     """The first stage; None at the end."""
     rest: _Suffix | None

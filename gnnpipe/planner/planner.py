@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from gnnpipe.errors import InputError
 from gnnpipe.files import read_text
-from gnnpipe.plan import ALL_ROWS, LossRows, ModelGraph, Plan, StageDag
+from gnnpipe.plan import ALL_ROWS, LossRows, ModelGraph, Plan, RowWay, StageDag
 from gnnpipe.registry import Registry
 from gnnpipe.schedule import SCHEDULES
 
@@ -30,6 +30,8 @@ class Shape:
     """K."""
     is_exact: bool = False
     """No read may be stale."""
+    row_way: RowWay = RowWay.HALO
+    """How the rows of every aggregation that can use this way travel among the shards."""
 
 
 @dataclass(frozen=True)

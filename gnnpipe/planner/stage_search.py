@@ -55,7 +55,7 @@ class Limits:
 
     devices: int
     memory_bytes: float = math.inf
-    """Of each device; infinite: no limit."""
+    """Memory of each device; infinite: no limit."""
     in_flight: InFlight = InFlight.ALL
     shard_counts: tuple[int, ...] = ()
     """Numbers of devices that a stage may have, ascending; default: powers of 2."""

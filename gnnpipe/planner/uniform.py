@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from gnnpipe.errors import InputError
-from gnnpipe.plan import ModelGraph, Op, Placement, Plan, StagePlan
+from gnnpipe.plan import ModelGraph, Op, Placement, Plan, RowWay, StagePlan
 from gnnpipe.plan.model_graph import EDGE_FLOPS, KEPT_FLOPS
 from gnnpipe.planner.planner import PLANNERS, GraphCounts, PlanRequest, Shape
 from gnnpipe.schedule import EXACT_SCHEDULE
@@ -163,7 +163,24 @@ class UniformPlanner:
             tuple(stages),
             shape.chunks,
             EXACT_SCHEDULE if shape.is_exact and shape.chunks > 1 else "fill-drain",
+            ways=_ways(model, shape),
         )
+
+
+def _ways(model: ModelGraph, shape: Shape) -> dict[int, RowWay]:
+    """Return the way of the shape for each op that can use it; ``InputError`` if no op can."""
+    way = shape.row_way
+    if way is RowWay.HALO or shape.shards == 1:
+        return {}
+    reasons = {i: op.reason_against(way) for i, op in enumerate(model.ops) if op.aggregates}
+    found: dict[int, RowWay] = {i: way for i, reason in reasons.items() if not reason}
+    if reasons and not found:
+        op, reason = next(iter(reasons.items()))
+        raise InputError(
+            f"--row-way {way}: {model.name}: {model.unit} {op} ({model.ops[op].name}) {reason}; "
+            "try --row-way halo"
+        )
+    return found
 
 
 PLANNERS.add("uniform", UniformPlanner())

@@ -163,6 +163,11 @@ def measure_links(
     return Links(message, exchange, shard_sum)
 
 
+def message_links(mesh: Mesh, test: LinkTest, pairs: Sequence[tuple[int, int]]) -> list[LinkTimes]:
+    """Link of every pair of ranks, one pair after another; on every rank."""
+    return [fit_link(test.sizes_bytes, times) for times in _message_times(mesh, test, pairs)]
+
+
 def _message_times(
     mesh: Mesh, test: LinkTest, pairs: Sequence[tuple[int, int]]
 ) -> list[list[float]]:

@@ -17,7 +17,7 @@ from gnnpipe.perf import PlanSizes, Profile, Span, TimeShares, simulate, time_sh
 from gnnpipe.perf.predicted import predicted_spans, simulated_epochs
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks
-from gnnpipe.plan import ModelGraph, StageDag
+from gnnpipe.plan import ModelGraph, Plan, StageDag
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.profiling.links import most_ranks_per_machine
 from gnnpipe.profiling.profile import take_short_profile
@@ -48,17 +48,27 @@ class Predictor:
     """Predicts epochs of one run on every rank; rank 0 has the costs and simulates."""
 
     def __init__(
-        self, prepared: Prepared, mesh: Mesh, costs: ProfiledCosts | None, profile: Profile | None
+        self,
+        prepared: Prepared,
+        mesh: Mesh,
+        costs: ProfiledCosts | None,
+        profile: Profile | None,
+        speeds: Sequence[float] = (),
     ) -> None:
+        self.speeds = speeds or (1.0,) * mesh.world_size
+        """The assumed speed of each rank's device."""
         self._prepared, self._mesh, self._costs = prepared, mesh, costs
         link = None if profile is None else profile.message
         self._link_bytes_per_s = math.inf if link is None else link.bandwidth_bytes_per_s
 
     @classmethod
-    def of_run(cls, prepared: Prepared, mesh: Mesh, epochs: int) -> Predictor | None:
+    def of_run(
+        cls, prepared: Prepared, mesh: Mesh, epochs: int, speeds: Sequence[float] = ()
+    ) -> Predictor | None:
         """Take a short profile, or read the config's profile; call it on every rank.
 
-        ``epochs``: how many the run has left. None if the config disables predictions, if a profile
+        ``epochs``: how many the run has left. ``speeds``: of the ranks' devices; empty: all are
+        equal. None if the config disables predictions, if a profile
         would take too long or too few epochs are left, with label iterations, and on GPUs, whose
         epochs have no recorded steps.
         """
@@ -74,16 +84,16 @@ class Predictor:
             profile = on_rank_0(mesh, lambda: read_profile(config.profile))
         else:
             with Step("measuring an epoch, to predict its time", config.quiet, mesh.rank == 0):
-                profile = take_short_profile(prepared, mesh, sizes, epochs)
+                profile = take_short_profile(prepared, mesh, sizes, epochs, speeds)
             if not mesh.share(profile is not None):
                 return None
 
         def costs() -> ProfiledCosts | None:
             if profile is None:
                 return None
-            return run_costs(prepared, profile, ranks_per_machine, sizes)
+            return run_costs(prepared, profile, ranks_per_machine, sizes).with_speeds(speeds)
 
-        return cls(prepared, mesh, on_rank_0(mesh, costs), profile)
+        return cls(prepared, mesh, on_rank_0(mesh, costs), profile, speeds)
 
     def epoch(self, order: Sequence[int] | None = None) -> Prediction:
         """Predict an epoch with the chunks in ``order`` (default: the order of the last epoch).
@@ -175,7 +185,7 @@ def costs_of(
 
     ``InputError`` if the profile was taken with other settings, or lacks an op or a link.
     """
-    check_profile(config, profile, ranks_at_once, has_forecasts)
+    check_profile(config, profile, ranks_at_once, has_forecasts, dag.plan)
     return ProfiledCosts(
         profile,
         dag,
@@ -189,12 +199,23 @@ def costs_of(
 
 
 def check_profile(
-    config: TrainConfig, profile: Profile, ranks_per_machine: int, has_forecasts: bool
+    config: TrainConfig,
+    profile: Profile,
+    ranks_per_machine: int,
+    has_forecasts: bool,
+    plan: Plan | None = None,
 ) -> None:
-    """``InputError`` if the profile was taken with other settings than the run's."""
+    """``InputError`` if the profile was taken with other settings than the run's.
+
+    What ``plan`` has chosen may differ: the times are then derived from those of the profile.
+    """
+    chosen = {
+        "recompute": plan is not None and plan.recomputes,
+        "comm_dtype": plan is not None and plan.comm_dtype == "bf16",
+    }
     for name in ("dtype", "comm_dtype", "matmul_dtype", "kernel", "recompute"):
         wanted, found = getattr(config, name), getattr(profile, name)
-        if wanted != found:
+        if wanted != found and not chosen.get(name, False):
             raise InputError(
                 f"--profile: {name}: was taken with {found}, not {wanted}; take one with "
                 f"{flag(name)} as in the run"

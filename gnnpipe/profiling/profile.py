@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,7 +31,9 @@ from gnnpipe.perf.fit import Fitted, Sample, fit_costs
 from gnnpipe.perf.hardware import hardware_profile
 from gnnpipe.perf.profile import Affine, ComputeTimes, OpTimes
 from gnnpipe.plan import Placement, Plan, StagePlan
+from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import PLANNERS
+from gnnpipe.profiling.devices import RankSpeeds, measure_cluster, measure_speeds, times_of_fewer
 from gnnpipe.profiling.links import BRIEF, THOROUGH, Links, measure_links, most_ranks_per_machine
 from gnnpipe.profiling.steps import (
     BEGIN,
@@ -96,22 +98,12 @@ def profile(
         InputError: Before anything is measured, if an argument is wrong or the model cannot be
             recorded.
     """
-    for name in ("stages", "shards"):
-        if getattr(config, name) != 1:
-            raise InputError(
-                f"--{name} {getattr(config, name)}: a profile serves every number of {name}; leave "
-                "it out"
-            )
-    if config.plan not in set(PLANNERS):
-        raise InputError(f"--plan {config.plan!r}: a profile serves every plan; leave it out")
-    # A profile serves every plan, also that of a search.
-    config = replace(config, plan="uniform")
-    check_timed(config)
+    config = _checked(config)
     met = world or World.meet(launched_world_size(), config.device, config.timeout_s)
     mesh = Mesh.of(met, Placement.grid(1, met.world_size))
     if hardware is None:
         with mesh.on_own_cores(), Step("measuring the model", config.quiet, mesh.rank == 0):
-            found = take_profile(config, mesh, graph, model)
+            found, _ = take_profile(config, mesh, graph, model)
     else:
         prepared = prepare(config, mesh, graph, detached_copy(model))
         found = hardware_profile(hardware, prepared.model_graph, config)
@@ -121,18 +113,48 @@ def profile(
     return found
 
 
+def profile_and_cluster(config: TrainConfig, world: World) -> tuple[Profile, Cluster]:
+    """Measures a profile, as ``profile``, and the devices and links of these ranks."""
+    config = _checked(config)
+    mesh = Mesh.of(world, Placement.grid(1, world.world_size))
+    with mesh.on_own_cores(), Step("measuring the model", config.quiet, mesh.rank == 0):
+        found, speeds = take_profile(config, mesh)
+        return found, measure_cluster(mesh, speeds, THOROUGH)
+
+
+def _checked(config: TrainConfig) -> TrainConfig:
+    """Return the config to measure with; ``InputError`` for settings that a profile cannot have."""
+    for name in ("stages", "shards"):
+        if getattr(config, name) != 1:
+            raise InputError(
+                f"--{name} {getattr(config, name)}: a profile serves every number of {name}; leave "
+                "it out"
+            )
+    if config.plan not in set(PLANNERS):
+        raise InputError(f"--plan {config.plan!r}: a profile serves every plan; leave it out")
+    check_timed(config)
+    # A profile serves every plan, also that of a search.
+    return replace(config, plan="uniform")
+
+
 def take_profile(
     config: TrainConfig, mesh: Mesh, graph: Graph | None = None, model: nn.Module | None = None
-) -> Profile:
-    """Measure the model and the links; returns the same profile on every rank.
+) -> tuple[Profile, RankSpeeds]:
+    """Measure the model and the links; returns profile and speeds, the same on every rank.
 
-    ``mesh`` has one stage whose shards are all ranks; every rank measures the whole graph, whatever
-    S and G of the config. ``graph`` and ``model`` as in ``Trainer``; the model stays as it is.
+    The profile describes the device of the fastest ranks. ``mesh`` has one stage whose shards are
+    all ranks; every rank measures the whole graph, whatever S and G of the config. ``graph`` and
+    ``model`` as in ``Trainer``; the model stays as it is.
     """
     ranks_at_once = most_ranks_per_machine(mesh)
     # On one rank alone, and on all at once.
     turns = sorted({1, ranks_at_once})
-    compute = [_compute_times(config, mesh, graph, model, ranks, turns) for ranks in turns]
+    measured = _Measured(config, mesh, graph, model, turns)
+    speeds = RankSpeeds((1.0,))
+    if mesh.world_size > 1:
+        # With the run's own chunks, so that a wrong setting is refused before anything is measured.
+        speeds = measured.speeds()
+    compute = [measured.compute_times(ranks, speeds.reference) for ranks in turns]
     links = measure_links(mesh, THOROUGH, list(pairwise(range(mesh.world_size))), False)
     note = (
         f"{time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}, dataset {config.dataset}, "
@@ -140,17 +162,23 @@ def take_profile(
     )
     machine = f"{platform.node()}, {_processor()}"
     profile: Profile = mesh.share(_profile(config, mesh, machine, note, compute, links))
-    return profile
+    return profile, speeds
 
 
 def take_short_profile(
-    prepared: Prepared, mesh: Mesh, sizes: PlanSizes | None, epochs: int
+    prepared: Prepared,
+    mesh: Mesh,
+    sizes: PlanSizes | None,
+    epochs: int,
+    speeds: Sequence[float] = (),
 ) -> Profile | None:
     """Measure the run's own plan; returns a profile on rank 0, which alone needs ``sizes``.
 
-    ``epochs``: how many the run has left. None on every rank if it would take too long.
+    ``epochs``: how many the run has left. ``speeds``: of the ranks' devices; empty: all are equal.
+    None on every rank if it would take too long.
     """
-    has_cores = crowding(torch.get_num_threads(), mesh.gather) <= 1
+    # Speeds are by the wall clock.
+    has_cores = not speeds and crowding(torch.get_num_threads(), mesh.gather) <= 1
     with measured_epochs(prepared, [mesh], has_cores) as run_epoch:
         found: list[Mapping[StepKey, float]] = []
         spent_s, limit_s = 0.0, math.inf
@@ -172,14 +200,18 @@ def take_short_profile(
         return None
     samples = []
     for rank, times in enumerate(by_rank):
-        for key, time_s in times.items():
+        for key, measured_s in times.items():
+            time_s = measured_s * speeds[rank] if speeds else measured_s
             # The sum of all steps should be right, rather than each of them.
             work = work_of(key, prepared, sizes, mesh.placement.shard(rank))
             samples.append(Sample(time_s, work, weight=time_s))
     # The steps contain what shards read from tables for one another.
     compute = _fitted_times(fit_costs(samples), ranks_at_once, boundary_per_number_s=0.0)
     note = "short, before the run"
-    return _profile(prepared.config, mesh, platform.node(), note, [compute], links)
+    config = prepared.config
+    recompute = config.recompute or prepared.plan.recomputes
+    measured = replace(config, recompute=recompute)
+    return _profile(measured, mesh, platform.node(), note, [compute], links)
 
 
 def take_planning_profile(
@@ -188,28 +220,46 @@ def take_planning_profile(
     num_vertices: int,
     num_ops: int,
     prepared_with: Callable[[Plan], Prepared],
+    reference: Collection[int],
 ) -> Profile:
     """Measure the model briefly in one stage, in one chunk and in several; the same on every rank.
 
-    ``prepared_with``: prepares the run with another plan; called on every rank. The profile serves
-    every number of stages, shards and chunks.
+    All ranks measure at once. Fewer ranks of a machine share its memory and cores with fewer
+    others: epochs of 1, 2, 4, ... ranks at once tell how much faster these are.
+
+    ``prepared_with``: prepares the run with another plan; called on every rank. ``reference``: the
+    ranks whose device the profile describes. The profile serves every number of stages, shards and
+    chunks.
     """
     mesh = Mesh.of(world, Placement.grid(1, world.world_size))
     has_cores = crowding(torch.get_num_threads(), mesh.gather) <= 1
     samples: list[Sample] = []
+    faster: Mapping[int, float] = {}
     for chunks in PLANNING_CHUNKS if num_vertices >= MIN_ROWS * max(PLANNING_CHUNKS) else (1,):
         is_layered = chunks > 1 and config.staleness_settings_for(chunks).is_exact
         schedule = EXACT_SCHEDULE if is_layered else "fill-drain"
-        plan = Plan((StagePlan.even(tuple(range(num_ops)), (0,)),), chunks, schedule)
-        prepared = _without_precomputed(prepared_with(plan))
+        prepared = _without_precomputed(prepared_with(one_stage(num_ops, chunks, schedule)))
         samples += measure_steps(prepared, mesh.device, has_cores, is_brief=True)
+        faster = faster or times_of_fewer(prepared, mesh)
     ranks_at_once = most_ranks_per_machine(mesh)
     boundary_s = boundary_time_per_number_s(mesh.device) if world.world_size > 1 else 0.0
     links = measure_links(mesh, BRIEF, list(pairwise(range(mesh.world_size))), False)
-    of_all_ranks = [sample for some in mesh.gather(samples) for sample in some]
-    compute = _fitted_times(fit_costs(of_all_ranks), ranks_at_once, mesh.share(boundary_s))
+    found = _of_reference(mesh.gather(samples), reference)
+    boundary_s = world.gather(boundary_s)[min(reference)]
+    of_all = _fitted_times(fit_costs(found), ranks_at_once, boundary_s)
+    compute = [*(of_all.scaled(factor, ranks) for ranks, factor in faster.items()), of_all]
     note = "short, for the plan"
-    return _profile(config, mesh, platform.node(), note, [compute], links)
+    return _profile(config, mesh, platform.node(), note, compute, links)
+
+
+def one_stage(num_ops: int, chunks: int = 1, schedule: str = "fill-drain") -> Plan:
+    """The plan of one rank."""
+    return Plan((StagePlan.even(tuple(range(num_ops)), (0,)),), chunks, schedule)
+
+
+def _of_reference(by_rank: Sequence[Sequence[Sample]], reference: Collection[int]) -> list[Sample]:
+    """The samples of these ranks."""
+    return [sample for rank, some in enumerate(by_rank) if rank in reference for sample in some]
 
 
 def _profile(
@@ -239,47 +289,68 @@ def _profile(
     )
 
 
-def _compute_times(
-    config: TrainConfig,
-    mesh: Mesh,
-    graph: Graph | None,
-    model: nn.Module | None,
-    ranks: int,
-    turns: list[int],
-) -> ComputeTimes:
-    """Times on rank 0 alone (``ranks`` 1) or on all ranks at once; the same on every rank.
+@dataclass(frozen=True)
+class _Measured:
+    """Measurements of ``take_profile``, whose settings are these."""
 
-    ``turns``: all values of ``ranks`` that are measured.
-    """
-    samples: list[Sample] = []
-    boundary_s = 0.0
-    has_cores = ranks == 1 or crowding(torch.get_num_threads(), mesh.gather) <= 1
-    # At least one epoch that is exact and one that is not, where a run has both.
-    run = replace(config, stages=1, shards=1, epochs=max(config.epochs, 2), require_capture=True)
-    # The run's own number first, so that a wrong setting is refused before anything is measured.
-    counts = [config.chunks, *(k for k in CHUNK_COUNTS if k != config.chunks)]
-    limit = math.inf
-    for one in [replace(run, chunks=chunks) for chunks in counts]:
-        if one.chunks > limit:
-            break
-        error = None
-        mesh.gather(None)  # All ranks start at once.
-        if ranks > 1 or mesh.rank == 0:
-            try:
+    config: TrainConfig
+    mesh: Mesh
+    graph: Graph | None
+    model: nn.Module | None
+    turns: Sequence[int]
+    """Numbers of ranks that are measured at once."""
+
+    def prepared(self, chunks: int, ranks: Collection[int]) -> Prepared | None:
+        """The run on one rank in so many chunks, on ``ranks``; an ``InputError`` on every rank."""
+        config, mesh, found, error = self.config, self.mesh, None, None
+        # At least one epoch that is exact and one that is not, where a run has both.
+        epochs = max(config.epochs, 2)
+        run = replace(config, stages=1, shards=1, epochs=epochs, require_capture=True)
+        try:
+            if mesh.rank in ranks:
                 alone = World(0, 1, mesh.device)
-                prepared = prepare(one, alone, graph, detached_copy(model))
-                limit = max(prepared.graph.num_vertices // MIN_ROWS, config.chunks)
-                samples += measure_steps(_without_precomputed(prepared), mesh.device, has_cores)
-            except InputError as fault:
-                error = fault
+                one = replace(run, chunks=chunks)
+                found = _without_precomputed(
+                    prepare(one, alone, self.graph, detached_copy(self.model))
+                )
+        except InputError as fault:
+            error = fault
         mesh.agree(error)
-        done = turns.index(ranks) + (counts.index(one.chunks) + 1) / len(counts)
-        report_progress(done / len(turns))
-        limit = mesh.share(limit)
-    if ranks > 1 or mesh.rank == 0:
-        boundary_s = boundary_time_per_number_s(mesh.device)
-    of_all_ranks = [sample for some in mesh.gather(samples) for sample in some]
-    return _fitted_times(fit_costs(of_all_ranks), ranks, mesh.share(boundary_s))
+        return found
+
+    def speeds(self) -> RankSpeeds:
+        """The speed of every rank; the same on every rank."""
+        prepared = self.prepared(self.config.chunks, range(self.mesh.world_size))
+        assert prepared is not None
+        return measure_speeds(prepared, self.mesh)
+
+    def compute_times(self, ranks: int, reference: Sequence[int]) -> ComputeTimes:
+        """Times on one rank alone (``ranks`` 1) or on all ranks at once; the same on every rank.
+
+        ``reference``: the ranks whose times count.
+        """
+        config, mesh = self.config, self.mesh
+        samples: list[Sample] = []
+        here = reference[:1] if ranks == 1 else range(mesh.world_size)
+        has_cores = ranks == 1 or crowding(torch.get_num_threads(), mesh.gather) <= 1
+        # The run's own number first, so that a wrong setting is refused before anything is
+        # measured.
+        counts = [config.chunks, *(k for k in CHUNK_COUNTS if k != config.chunks)]
+        limit = math.inf
+        for chunks in counts:
+            if chunks > limit:
+                break
+            mesh.gather(None)  # All ranks start at once.
+            prepared = self.prepared(chunks, here)
+            if prepared is not None:
+                limit = max(prepared.graph.num_vertices // MIN_ROWS, config.chunks)
+                samples += measure_steps(prepared, mesh.device, has_cores)
+            done = self.turns.index(ranks) + (counts.index(chunks) + 1) / len(counts)
+            report_progress(done / len(self.turns))
+            limit = mesh.gather(limit)[reference[0]]
+        boundary_s = boundary_time_per_number_s(mesh.device) if mesh.rank in here else 0.0
+        found = fit_costs(_of_reference(mesh.gather(samples), reference))
+        return _fitted_times(found, ranks, mesh.gather(boundary_s)[reference[0]])
 
 
 def _without_precomputed(prepared: Prepared) -> Prepared:

@@ -27,14 +27,23 @@ from gnnpipe.perf import (
     ShardSizes,
     closed_form_volume,
     estimate_memory,
+    row_way_bytes,
 )
+from gnnpipe.perf.workload import STALE_SHARE, probe_counts
 from gnnpipe.plan import ALL_ROWS, ModelGraph, Placement, Plan, StageDag, precomputed_aggregations
 from gnnpipe.planner import GraphCounts, PlanRequest, planner_named
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import CheckedProgram, Program, with_forecast
 from gnnpipe.setup.chunk_sizes import chunk_sizes
-from gnnpipe.setup.inputs import check_parts, choose_model, made_model, number_dtype, row_dtype
+from gnnpipe.setup.inputs import (
+    check_parts,
+    choose_model,
+    made_model,
+    number_dtype,
+    row_dtype,
+    settled_config,
+)
 from gnnpipe.setup.memory_estimate import memory_by_rank, memory_settings
 from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepare import shape_of, training_programs
@@ -84,9 +93,6 @@ def _powers(own: int, most: int) -> list[int]:
     powers = {1 << i for i in range(most.bit_length())}
     return sorted(number for number in powers | {own} if number <= most)
 
-
-STALE_SHARE = 0.5
-"""Share of a shape's rows that are read stale (assumed)."""
 
 MAX_VALUES = {"features": 1e6, "classes": 1e6, "halo": 1e5}
 """Larger values are taken for typing errors."""
@@ -196,7 +202,7 @@ def scenario_of(prepared: Prepared) -> Scenario:
         prepared.chunk_order(prepared.exact_epochs),
         chunk_sizes(prepared),
         prepared.volume,
-        [m.total for m in memory_by_rank(prepared)],
+        [m.on_device for m in memory_by_rank(prepared)],
         GraphShape(
             graph.num_vertices, graph.num_edges, graph.num_features, graph.num_classes, halo, stored
         ),
@@ -210,7 +216,7 @@ def scenario_of_shape(
     """Scenario of a graph that is given in numbers; ``model`` in place of the config's."""
     model = model or model_on_shape(config, shape)
     plan = _plan_of_shape(config, shape, model)
-    chunks = plan.chunks
+    config, chunks = settled_config(config, plan), plan.chunks
     staleness = config.staleness_settings_for(chunks)
     dag = StageDag.of(plan, model)
     program, _ = training_programs(config, model, dag)
@@ -236,6 +242,9 @@ def scenario_of_shape(
         number_bytes=number_dtype(config).itemsize,
         row_bytes=row_dtype(config).itemsize,
     )
+    rows = [of_stage.shard_rows for of_stage in sizes.stages]
+    moved = row_way_bytes(dag, model, rows, row_dtype(config).itemsize)
+    volume = replace(volume, graph=volume.graph + moved)
     by_stage = memory_of_shape(config, shape, model, dag)
     memory = [by_stage[stage] for stage, _ in plan.placement]
     return Scenario(
@@ -288,6 +297,7 @@ def memory_of_shape(
 ) -> list[int]:
     """Bytes of a rank by stage; ``InputError`` if the shape cannot be planned."""
     dag = dag or StageDag.of(_plan_of_shape(config, shape, model), model)
+    config = settled_config(config, dag.plan)
     plan, program = dag.plan, training_programs(config, model, dag)[0]
     is_exact, probes = program.is_exact, _probes(config, shape, model, program)
     settings = memory_settings(
@@ -304,8 +314,7 @@ def memory_of_shape(
         )
         for i, stage in enumerate(plan.stages)
     ]
-    # A rank is built in the memory of its host, which holds the whole graph.
-    return [estimate.total - estimate.setup for estimate in estimates]
+    return [estimate.on_device for estimate in estimates]
 
 
 def _shard_sizes_of_shape(
@@ -329,6 +338,8 @@ def _shard_sizes_of_shape(
         # The training vertices are not known: all of them, with cross entropy.
         loss_numbers=own * shape.classes,
         loss_rows=ALL_ROWS,
+        graph_rows={"": shape.vertices},
+        columns_share=1 / shards,
     )
 
 
@@ -337,9 +348,8 @@ def _probes(
 ) -> int:
     if program.is_exact:
         return 0
-    widest = max((op.push_width for op in model.aggregations), default=0)
     each = config.staleness_settings_for(program.chunks).probes_per_column
-    return min(each * (widest + 1), shape.vertices)
+    return min(probe_counts(model, [""], each)[""], shape.vertices)
 
 
 def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) -> Plan:

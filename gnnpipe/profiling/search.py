@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
-from gnnpipe.machine import memory_bytes
 from gnnpipe.output import Step, say
 from gnnpipe.perf import CommVolume, Profile, closed_form_volume
 from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
-from gnnpipe.perf.workload import Workload
-from gnnpipe.plan import ModelGraph, Plan
+from gnnpipe.perf.workload import Workload, probe_counts
+from gnnpipe.plan import ModelGraph, Placement, Plan
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import (
     FoundPlan,
@@ -31,11 +29,20 @@ from gnnpipe.planner import (
 )
 from gnnpipe.planner.auto import EXACT_AFTER_JUMPS
 from gnnpipe.planner.candidate import MAX_CHUNKS
+from gnnpipe.profiling.devices import (
+    RankSpeeds,
+    measure_cluster,
+    measure_speeds,
+    rank_memory_bytes,
+    relative_to_fastest,
+)
+from gnnpipe.profiling.links import BRIEF
 from gnnpipe.profiling.predict import check_profile, on_rank_0, read_profile
-from gnnpipe.profiling.profile import take_planning_profile
+from gnnpipe.profiling.profile import one_stage, take_planning_profile
 from gnnpipe.profiling.scenario import GraphShape, Scenario
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
-from gnnpipe.setup.inputs import number_dtype, row_dtype
+from gnnpipe.setup.inputs import number_dtype, row_dtype, settled_config
 from gnnpipe.setup.memory_estimate import memory_settings
 from gnnpipe.setup.prepare import training_programs
 from gnnpipe.setup.prepared import chunk_order
@@ -116,7 +123,7 @@ def _workload(
     halo: Callable[[int], float],
     is_symmetric: bool,
 ) -> Workload:
-    widest = max((op.push_width for op in model.aggregations), default=0)
+    config = _unrounded(config)
     each = config.staleness_settings_for(MAX_CHUNKS).probes_per_column
     profile = hardware.profile_of(model, config)
     if hardware.profile is not None:
@@ -131,7 +138,10 @@ def _workload(
         counts.loss_rows,
         counts.loss_numbers,
         halo,
-        min(each * (widest + 1), sum(counts.num_vertices.values())),
+        sum(
+            min(count, counts.num_vertices[t])
+            for t, count in probe_counts(model, counts.num_vertices, each).items()
+        ),
         memory_settings(
             config,
             MAX_CHUNKS,
@@ -141,6 +151,27 @@ def _workload(
             extra_weights=int(config.kept_epoch == "best"),
         ),
     )
+
+
+def _unrounded(config: TrainConfig) -> TrainConfig:
+    """Returns the config with rows that are not rounded unless the user said so."""
+    return replace(config, comm_dtype="same") if config.comm_dtype == "auto" else config
+
+
+def _rounded(config: TrainConfig, workload: Workload, hardware: Hardware) -> Workload | None:
+    """Returns the same work with rows in bf16; None if the rows are in bf16 already.
+
+    Ops are assumed to take as long as in the profile if this was measured.
+    """
+    if workload.memory.rounds_rows:
+        return None
+    bf16 = replace(_unrounded(config), comm_dtype="bf16")
+    if hardware.profile is None:
+        profile = hardware.profile_of(workload.model, bf16)
+    else:
+        profile = replace(hardware.profile, comm_dtype="bf16")
+    memory = replace(workload.memory, row_bytes=row_dtype(bf16).itemsize)
+    return replace(workload, profile=profile, memory=memory)
 
 
 def workload_of_shape(
@@ -194,6 +225,9 @@ def search_space(
         max_stale_chunks=1 if staleness.is_exact else MAX_CHUNKS,
         max_chunks=1 if is_whole else MAX_CHUNKS,
         exact_share=share,
+        can_recompute=not (is_whole or config.recompute),
+        rounded=None if is_whole else _rounded(config, workload, hardware),
+        may_round=config.comm_dtype == "auto",
     )
 
 
@@ -266,6 +300,10 @@ class RunPlanner:
     world: World
     say: Callable[[str], None]
     """Prints a line on rank 0."""
+    cluster: Cluster | None = None
+    """Devices and links by rank; None: measured."""
+    speeds: list[float] = field(default_factory=list)
+    """Speed of each rank's device, once planned; empty if all are equal."""
 
     def num_ranks(self, shape: Shape) -> int:
         """Returns the number of ranks of the world."""
@@ -275,14 +313,19 @@ class RunPlanner:
     def plan(self, request: PlanRequest) -> Plan:
         """Returns the fastest plan for these ranks; ``InputError`` on all ranks if none fits."""
         world, config = self.world, self.config
-        limits = world.gather(_rank_memory_bytes(world))
+        cluster = self._given_cluster()
+        limits = world.gather(rank_memory_bytes(world))
+        if cluster is not None:
+            limits = [device.memory_bytes for device in cluster.devices]
         if world.world_size == 1 and not config.profile:
             plain = self._found(request, Hardware(), limits, 1)
             if plain is not None and plain.best.excess(limits) <= 1:
                 self.say("plan: 1 stage, 1 shard, 1 chunk: the fastest on one device, and it fits")
                 return plain.plan
-        profile = self._profile(request)
-        hardware = Hardware(profile, None, None, world.world_size)
+        profile, cluster = self._measured(request, cluster)
+        if cluster is not None:
+            self.speeds[:] = [device.speed for device in cluster.devices]
+        hardware = Hardware(profile, None, cluster, world.world_size)
         if world.world_size > 1:
             request.halo(world.world_size, world.world_size)  # counted on all ranks
         found = on_rank_0(world, lambda: self._found(request, hardware, limits))
@@ -300,7 +343,11 @@ class RunPlanner:
     ) -> FoundPlan | None:
         work = workload_of_request(self.config, request, hardware)
         is_whole = request.is_whole or max_chunks == 1
-        space = search_space(self.config, work, hardware, limits, uses_all=True, is_whole=is_whole)
+        uses_all = not self.world.can_shrink
+        limited = self.config, work, hardware, limits
+        space = search_space(*limited, uses_all=uses_all, is_whole=is_whole)
+        # If the plan leaves ranks out, the first ones stay.
+        space = replace(space, in_order=True)
         try:
             return find_plan(space)
         except InputError:
@@ -308,34 +355,64 @@ class RunPlanner:
                 return None
             raise
 
-    def _profile(self, request: PlanRequest) -> Profile:
+    def _given_cluster(self) -> Cluster | None:
+        """Returns rank 0's cluster on every rank; ``InputError`` if it has other ranks."""
+        cluster: Cluster | None = self.world.share(self.cluster)
+        if cluster is not None and len(cluster.devices) != self.world.world_size:
+            raise InputError(
+                f"--cluster: has {len(cluster.devices)} devices, and there are "
+                f"{self.world.world_size} ranks; give one device for each rank"
+            )
+        return cluster
+
+    def _measured(
+        self, request: PlanRequest, cluster: Cluster | None
+    ) -> tuple[Profile, Cluster | None]:
+        """Returns a profile, and the cluster: as given, or measured if speeds differ."""
         config, world = self.config, self.world
         if config.profile:
-            profile: Profile = world.share(on_rank_0(world, lambda: read_profile(config.profile)))
-            return profile
+            return world.share(on_rank_0(world, lambda: read_profile(config.profile))), cluster
         assert request.prepared_with is not None
+        num_ops = request.model.num_ops
+        mesh = Mesh.of(world, Placement.grid(1, world.world_size))
+        start_s = time.perf_counter()
         with Step("measuring the model, to plan", config.quiet, world.rank == 0):
-            return take_planning_profile(
-                config,
-                world,
+            if cluster is not None:
+                cluster = relative_to_fastest(cluster)
+                speeds = RankSpeeds.of_cluster(cluster)
+            else:
+                speeds = measure_speeds(request.prepared_with(one_stage(num_ops)), mesh)
+            profile = take_planning_profile(
+                _unrounded(config),
+                mesh,
                 sum(request.graph.num_vertices.values()),
-                request.model.num_ops,
+                num_ops,
                 request.prepared_with,
+                speeds.reference,
             )
+            if cluster is None and not speeds.are_equal:
+                cluster = measure_cluster(mesh, speeds, BRIEF)
+        if not speeds.are_equal:
+            self.say(speeds.line())
+        self.say(f"measured in {time.perf_counter() - start_s:.2g} s, to plan")
+        return profile, cluster
 
 
-def run_planner(config: TrainConfig, world: World, resumed: Path | None) -> Planner:
-    """Returns a search, or the plan of the run in folder ``resumed`` if for as many ranks."""
+def run_planner(
+    config: TrainConfig,
+    world: World,
+    cluster: Cluster | None = None,
+    resumed: Path | None = None,
+    planned_ranks: int = 0,
+) -> Planner:
+    """Returns a search, or the plan of the run in folder ``resumed`` if found for as many ranks.
+
+    ``planned_ranks``: ranks of the launch that found this plan, which may use fewer.
+    """
     if resumed is not None and (resumed / "plan.json").exists():
         kept = GivenPlan.read(str(resumed / "plan.json"))
-        if kept.given.num_ranks == world.world_size:
+        if world.world_size in (kept.given.num_ranks, planned_ranks):
             return kept
+        config = settled_config(config, kept.given)  # what changes results stays
     is_quiet = config.quiet or world.rank > 0
-    return RunPlanner(config, world, (lambda line: None) if is_quiet else say)
-
-
-def _rank_memory_bytes(world: World) -> int:
-    """Returns the memory of this rank's device; on CPUs the rank's part of the machine's."""
-    if world.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(world.device).total_memory)
-    return memory_bytes() // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    return RunPlanner(config, world, (lambda line: None) if is_quiet else say, cluster)

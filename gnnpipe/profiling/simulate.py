@@ -52,6 +52,7 @@ from gnnpipe.profiling.search import (
     workload_of_shape,
 )
 from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.inputs import settled_config
 from gnnpipe.setup.prepare import prepare, ranks_of, shape_text
 
 VERSION = 1
@@ -71,7 +72,7 @@ class Simulation:
 
     stages: int
     shards: int
-    """Of the stage with the most shards."""
+    """The shards of the stage with the most."""
     shards_by_stage: list[int]
     chunks: int
     schedule: str
@@ -243,6 +244,7 @@ def _simulate_found(
         described = model_on_shape(config, shape, given)
         work = workload_of_shape(config, shape, described, hardware)
         found = find_plan(search_space(config, work, hardware))
+        config = settled_config(config, found.plan)
         scenario = scenario_of_found(config, found, shape)
     else:
         planner = OfflinePlanner(config, hardware)
@@ -256,7 +258,7 @@ def _simulate_found(
         found.best.form.workload.cluster,
         found.plan.num_ranks,
     )
-    return replace(simulated, search=list(found.lines()))
+    return replace(simulated, search=[*found.plan_lines(), *found.search_lines()])
 
 
 def _simulate(
@@ -279,6 +281,7 @@ def _simulate(
     elif hardware is not None:
         device_bytes = [hardware_memory_bytes(hardware)] * max(ranks, MAX_RANKS)
     scenario = scenario_with(config)
+    config = scenario.config
     if device_bytes:
         _check_memory(scenario, device_bytes, cluster is None)
     if profile is None:

@@ -279,7 +279,16 @@ def _time(result: Fields) -> str:
         + ", ".join(f"{seconds:.3g} s" for seconds in hidden[:16])
         + (" ..." if len(hidden) > 16 else ".")
     )
-    return bars("Time of one epoch", rows, lambda v: f"{v:.4g} s") + _note(note)
+    late = "".join(
+        _note(
+            f"Rank {one.whole('rank')} is slow: it computed {one.number('slowdown'):.2f} times as "
+            "long as planned, relative to the other ranks (named after epoch "
+            f"{one.whole('epoch')}); with work by speed an epoch would be about "
+            f"{one.number('gain'):.2f} times as fast."
+        )
+        for one in result.list_of_fields("stragglers")
+    )
+    return bars("Time of one epoch", rows, lambda v: f"{v:.4g} s") + _note(note) + late
 
 
 def _memory(result: Fields) -> str:

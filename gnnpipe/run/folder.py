@@ -56,12 +56,13 @@ def run_path(config: TrainConfig) -> Path:
 class RunFolder:
     """Writes the folder of one run; only rank 0 has one."""
 
-    def __init__(self, path: Path, is_resumed: bool = False) -> None:
+    def __init__(self, path: Path, is_resumed: bool = False, ranks: int = 1) -> None:
         """Check the folder before any work: ``InputError`` if it is in use or cannot be written.
 
-        ``is_resumed``: the run in the folder is to be continued.
+        ``is_resumed``: the run in the folder is to be continued. ``ranks``: number of ranks of the
+        launch.
         """
-        self.path, self.is_resumed = path, is_resumed
+        self.path, self.is_resumed, self._ranks = path, is_resumed, ranks
         self._columns: list[str] = []
         self._lock: int | None = None
         if os.path.lexists(path) and not path.is_dir():
@@ -147,7 +148,7 @@ class RunFolder:
                     f"--out {str(self.path)!r}: another run has just taken it; give a new folder"
                 ) from None
             self._claim()
-            note_launch(self.path)
+        note_launch(self.path, self._ranks, is_new=not self.is_resumed)
         _replace(self.path / "plan.json", plan.to_json())
         _replace(self.path / "program.txt", program)
 
@@ -230,7 +231,7 @@ def claim_folder(
         try:
             path = run_path(config)
             is_resumed = resumed is not None and path.resolve() == resumed.resolve()
-            folder = RunFolder(path, is_resumed)
+            folder = RunFolder(path, is_resumed, world.world_size)
         except InputError as fault:
             error = str(fault)
     failed, path = world.share((error, folder.path if folder else None))

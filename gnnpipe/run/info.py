@@ -15,7 +15,7 @@ from gnnpipe.profiling.search import AUTO, Hardware, OfflinePlanner
 from gnnpipe.run.summary import info_lines
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.memory_estimate import memory_by_rank
-from gnnpipe.setup.prepare import prepare, warn_of_stale_rows
+from gnnpipe.setup.prepare import prepare, warn_of_settings
 from gnnpipe.tasks.loss import LossFn
 
 
@@ -52,10 +52,12 @@ def info(
         search = OfflinePlanner(config, hardware or Hardware(devices=1))
     planner = GivenPlan(plan) if plan else search
     prepared = prepare(config, world, graph, model, planner, loss_fn)
-    warn_of_stale_rows(prepared, world)
+    warn_of_settings(prepared, world)
     memory = memory_by_rank(prepared)
     lines = info_lines(prepared, memory)
     if search is not None and hardware is not None:
-        lines = [*search.found[-1].lines(), *lines]
+        found = search.found[-1]
+        reasons = *found.plan_lines(), *found.prediction_lines(), *found.search_lines()
+        lines = [*reasons, *lines]
     text = "\n".join(lines)
     return Info(memory, prepared.volume.total, text)

@@ -15,6 +15,7 @@ from gnnpipe.run.early_stopping import BestEpoch
 from gnnpipe.run.epoch_times import gather_epoch
 from gnnpipe.run.folder import versions
 from gnnpipe.run.metrics_csv import EpochRow, Staleness
+from gnnpipe.run.straggler import Straggler
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.memory_use import code_bytes, peak_bytes
 from gnnpipe.setup.build import RankRuntime
@@ -93,6 +94,8 @@ class RunResult:
     link_bytes_per_s: list[float]
     """By rank: bandwidth of receiving from other stages, measured before the first epoch; null with
     one stage."""
+    stragglers: list[Straggler]
+    """Ranks that computed longer than planned, relative to the others; none on a GPU."""
     peak_memory_bytes: list[int]
     """By rank: peak memory in training. On a CPU it is that of the process, on a GPU that of
     torch's allocations."""
@@ -128,6 +131,7 @@ class TrainingRecord:
     best: BestEpoch
     sent_bytes: Sequence[int]
     """By axis, over all ranks."""
+    stragglers: Sequence[Straggler] = ()
 
     def comm_bytes(self) -> dict[str, int]:
         """Return the bytes sent in the last epoch by axis, and their total."""
@@ -174,8 +178,7 @@ def gather_result(
 ) -> RunResult:
     """Return the result of a run that has ended, on every rank."""
     config, rows, best = prepared.config, record.rows, record.best_scores
-    # The peak first: the estimate allocates memory.
-    peaks = mesh.gather(peak_bytes(mesh.device))
+    peaks = mesh.gather(peak_bytes(mesh.device))  # first: the estimate allocates memory
     spans, links = gather_epoch(mesh, record.counted_epochs), mesh.gather(link_bytes_per_s)
     predicted = predictor and predictor.epoch(spans[0].order if spans else None)
     return RunResult(
@@ -213,6 +216,7 @@ def gather_result(
         time_shares=time_shares(spans, prepared.plan.placement, links) if spans else [],
         predicted_time_shares=predicted.time_shares if predicted else [],
         link_bytes_per_s=links,
+        stragglers=list(record.stragglers),
         peak_memory_bytes=peaks,
         memory_before_bytes=mesh.gather(rank_runtime.memory_before_bytes + code_bytes(mesh.device)),
         memory_estimate_bytes=mesh.gather(memory_of_rank(prepared, mesh.stage, mesh.shard)),

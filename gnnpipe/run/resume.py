@@ -45,11 +45,23 @@ def restarted(config: TrainConfig, world: World) -> Path | None:
     return path if world.share(is_ours) else None
 
 
-def note_launch(run: Path) -> None:
-    """Record the torchrun launch in a new run folder, so that a restart recognizes the folder."""
-    if _launch():
-        text = json.dumps({"launch": _launch(), "started": time.time()})
+def note_launch(run: Path, ranks: int, is_new: bool) -> None:
+    """Record the launch that made the run folder, and the ranks of the launch that runs now.
+
+    By the launch, a restart recognizes the folder. The plan may use fewer than the ``ranks``.
+    """
+    launch, started = (_launch(), time.time()) if is_new else _noted(run)[:2]
+    if launch or ranks > 1:
+        text = json.dumps({"launch": launch, "started": started, "ranks": ranks})
         (run / NOTE).write_text(text, encoding="utf-8")
+
+
+def last_run(resumed: Sequence[Path]) -> tuple[Path | None, int]:
+    """Return the first folder, if any, and the number of ranks of the last launch of its run.
+
+    The number is 0 if it was not recorded.
+    """
+    return (resumed[0], _noted(resumed[0])[2]) if resumed else (None, 0)
 
 
 def seconds_so_far(run: Path) -> float:
@@ -57,12 +69,12 @@ def seconds_so_far(run: Path) -> float:
     return max(time.time() - _noted(run)[1], 0.0)
 
 
-def _noted(run: Path) -> tuple[str, float]:
+def _noted(run: Path) -> tuple[str, float, int]:
     try:
         note = json.loads(read_text(run / NOTE))
-        return str(note["launch"]), float(note["started"])
+        return str(note["launch"]), float(note["started"]), int(note.get("ranks", 0))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "", time.time()
+        return "", time.time(), 0
 
 
 def _launch() -> str:

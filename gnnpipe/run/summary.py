@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES
 from gnnpipe.perf.memory import ON_TOP, MemoryEstimate, human_bytes
+from gnnpipe.plan import RowWay
 from gnnpipe.run.epoch_times import prediction_line, time_lines
 from gnnpipe.run.exact_epochs import LONGEST
 from gnnpipe.run.result import RunResult
@@ -60,9 +61,15 @@ def head_lines(prepared: Prepared) -> list[str]:
     if prepared.dag.depth < plan.num_stages:
         ways = ", ".join(f"{t.source} -> {t.target}" for t in prepared.dag.transfers)
         lines.append(f"stages form a DAG of depth {prepared.dag.depth}: {ways}")
+    if plan.recomputes and not config.recompute:
+        chosen = [str(i) for i, stage in enumerate(plan.stages) if stage.recompute]
+        many = "stages" if len(chosen) > 1 else "stage"
+        lines.append(f"recomputation, to fit into memory: {many} {', '.join(chosen)}")
     if plan.collectives != DEFAULT_COLLECTIVES:
         used = plan.collectives
         lines.append(f"collectives: row exchange {used.row_exchange}, sum {used.shard_sum}")
+    if plan.ways:
+        lines.append(_ways_line(prepared))
     if prepared.loss_rows.ops:
         lines.append(
             f"last layer computed for {prepared.loss_rows.rows:,} of {graph.num_vertices:,} "
@@ -81,6 +88,15 @@ def head_lines(prepared: Prepared) -> list[str]:
     if plan.chunks > 1 and not prepared.program.is_exact:
         lines += _staleness_lines(prepared)
     return lines
+
+
+def _ways_line(prepared: Prepared) -> str:
+    """Return how the rows of every aggregation travel among the shards."""
+    plan, model = prepared.plan, prepared.model_graph
+    pushing = [i for i, op in enumerate(model.ops) if op.aggregates and not op.is_mean]
+    by_way = {way: [i for i in pushing if plan.way(i) is way] for way in RowWay}
+    parts = [f"{way} ({model.unit}s {_ranges(ops)})" for way, ops in by_way.items() if ops]
+    return f"rows travel among shards by {', by '.join(parts)}"
 
 
 def _staleness_lines(prepared: Prepared) -> list[str]:

@@ -19,10 +19,12 @@ from gnnpipe.checkpoint.state import BEST, WEIGHT
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.settings import PREDICTION_SETTINGS
 from gnnpipe.data.labels import is_known
+from gnnpipe.data.load import configured_graph, unlabelled_graph
 from gnnpipe.errors import InputError
 from gnnpipe.files import like_run_in, read_text
 from gnnpipe.graph.graph import Graph
 from gnnpipe.models import GNN, MODELS
+from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.inputs import built_in_model, number_dtype
 from gnnpipe.setup.layer_output import ends_at
 from gnnpipe.setup.user_model import is_user_model, make_user_model
@@ -79,6 +81,20 @@ class TrainedRun:
         if graph.num_classes >= self.num_classes:
             return graph
         return replace(graph, num_classes=self.num_classes)
+
+    def read_graph(self, world: World, is_own: bool) -> Graph:
+        """Read the run's graph, or another one without labels; ``InputError`` on every rank."""
+        graph, error = None, None
+        try:
+            if is_own:
+                graph = configured_graph(self.config, needs_labels=False)
+            else:
+                graph = self.with_classes(unlabelled_graph(self.config, self.num_classes))
+        except InputError as fault:
+            error = fault
+        world.agree(error)
+        assert graph is not None
+        return graph
 
     def load_into(self, module: nn.Module) -> None:
         """Copy the weights into the run's model; ``InputError`` if they do not fit."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from gnnpipe.models import Values
 from gnnpipe.perf import CommVolume
 from gnnpipe.plan import StageDag
+from gnnpipe.runtime.comm.column_exchange import ColumnExchange
 from gnnpipe.runtime.comm.halo_exchange import GradientSum, HaloExchange
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.p2p import PointToPoint, ValueSize
@@ -77,7 +78,7 @@ class Executor:
         mesh: Mesh,
         stage: Stage,
         row_links: RowLinks,
-        exchanges: Sequence[HaloExchange],
+        exchanges: Sequence[HaloExchange | ColumnExchange],
         update: WeightUpdate,
         dtypes: tuple[torch.dtype, torch.dtype],
         forecaster: Forecaster | None = None,
@@ -89,7 +90,7 @@ class Executor:
             mesh: The ranks.
             stage: This rank's stage.
             row_links: Rows of this rank that ranks of other stages own too.
-            exchanges: Halo exchanges of the stage's histories, whose bytes are counted.
+            exchanges: Exchanges of the stage's histories, whose bytes are counted.
             update: Parts of the optimizer step.
             dtypes: Type of values on this rank, and type of values in messages.
             forecaster: Forecast of stale rows; ``None`` without a forecast.

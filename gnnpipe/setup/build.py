@@ -16,27 +16,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gnnpipe.graph.blocks import Blocks, EdgeData, edge_data_of
-from gnnpipe.graph.graph import Graph
+from gnnpipe.graph.blocks import Blocks
 from gnnpipe.graph.layout import ShardLayout, restrict, shard_layout, table_layouts
-from gnnpipe.graph.operators import (
-    EVERYONE,
-    RELATION,
-    SUM,
-    Everyone,
-    LinearOperator,
-    edges_into,
-    of_relation,
-    weighted_rows,
-)
+from gnnpipe.graph.operators import Everyone, LinearOperator
 from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.stale_rows import choose_drift_rows
 from gnnpipe.models import Aggregation, Rows
 from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.hashed_dropout import KeptMasks, row_keys
-from gnnpipe.ops.spmm import Kernel, default_kernel, embedding_bag, kernel_named, time_kernels
+from gnnpipe.ops.spmm import Kernel, default_kernel, kernel_named, time_kernels
 from gnnpipe.optim.optimizers import make_optimizer
-from gnnpipe.plan import gradient_steps
+from gnnpipe.plan import RowWay, gradient_steps
+from gnnpipe.runtime.comm.column_exchange import ColumnExchange
 from gnnpipe.runtime.comm.halo_exchange import GradientSum, HaloExchange
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.row_links import RowLinks
@@ -45,6 +36,7 @@ from gnnpipe.runtime.executor import Executor, WeightUpdate
 from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.runtime.history.base import History, HistorySpec
 from gnnpipe.runtime.history.block import BlockHistory
+from gnnpipe.runtime.history.columns import ColumnHistory
 from gnnpipe.runtime.history.linear import LinearHistory
 from gnnpipe.runtime.history.mean import MeanHistory
 from gnnpipe.runtime.label_inputs import LabelInputs, LabelIterations, LabelTable
@@ -54,17 +46,9 @@ from gnnpipe.runtime.staleness.forecast import Forecaster, ProbeRows
 from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.memory_estimate import check_memory
 from gnnpipe.setup.prepared import Prepared
-from gnnpipe.tasks.loss import (
-    Loss,
-    Targets,
-    TrainedLabels,
-    data_of_pairs,
-    known_labels,
-    num_targets,
-    takes,
-)
+from gnnpipe.setup.structures import Structure, StructureBuilder, StructureKey
+from gnnpipe.tasks.loss import Loss, Targets, TrainedLabels, known_labels, num_targets, takes
 
-Structure = LinearOperator | Blocks | Everyone
 Numbers = npt.NDArray[np.int64]
 
 
@@ -122,20 +106,22 @@ class _RankBuilder:
         self._stage_module = prepared.model.stage_module(self._ops)
         self._stage_module.to(mesh.device)
         self._is_last = mesh.stage == mesh.stages - 1
-        self._kernel: Kernel = embedding_bag
-        self._kernel = self._choose_kernel()
+        self._builder = StructureBuilder(prepared, mesh, self.layouts)
+        self._builder.kernel = self._choose_kernel()
+        shares = prepared.plan.stages[mesh.stage].shares
+        self._column_exchange = ColumnExchange(mesh, prepared.row_dtype, shares)
         self._label_tables: list[LabelTable] = []
         self._drawn: dict[str, Structure] = {}
         """Random edges of a label iteration, by aggregation."""
-        self._structures: dict[tuple[str, str, str], Structure] = {}
+        self._structures: dict[StructureKey, Structure] = {}
         for a in self._stage_module.aggregations:
-            if a.structure_key not in self._structures:
-                self._structures[a.structure_key] = self._make_structure(a, prepared.graph)
+            if self._builder.key(a) not in self._structures:
+                self._structures[self._builder.key(a)] = self._builder.make(a, prepared.graph)
 
     def make_targets(self) -> Targets:
         """Returns labels and split of this rank's vertices or pairs."""
         graph = self._prepared.graph
-        pairs = self._structures.get((PAIRS, PAIRS, ""))
+        pairs = self._structures.get(((PAIRS, PAIRS, ""), RowWay.HALO))
         if isinstance(pairs, Blocks):
             return Targets.of_pairs(pairs)
         layout = self.layouts[graph.target] if self._is_last else None
@@ -163,7 +149,7 @@ class _RankBuilder:
             self._make_rows(own, pointers, self._reads_features()),
             lambda a, is_training: self._open_history(a, specs, operators, is_training),
             criterion if self._is_last else None,
-            config.recompute,
+            prepared.recomputes(mesh.stage),
             precomputed,
             loss_rows,
         )
@@ -182,7 +168,7 @@ class _RankBuilder:
                 prepared.graph.row_types,
                 prepared.probes,
             ),
-            [spec.exchange for spec in specs.values()],
+            [self._column_exchange, *(spec.exchange for spec in specs.values())],
             self._make_weight_update(),
             (prepared.dtype, prepared.row_dtype),
             forecaster,
@@ -246,28 +232,20 @@ class _RankBuilder:
             return
         graph, values = self._prepared.edges_of_epoch(epoch)
         self._stage_module.set_vertex_values(values)
-        made: dict[tuple[tuple[str, str, str], bool], Structure] = {}
+        made: dict[tuple[StructureKey, bool], Structure] = {}
         for a in self._stage_module.aggregations:
             if a.is_mean or a.structure == PAIRS:
                 continue
             is_of_loss_rows = a.name in self._prepared.loss_rows.ops and not is_label_iteration
-            key = a.structure_key, is_of_loss_rows
+            key = self._builder.key(a), is_of_loss_rows
             if key not in made:
-                made[key] = self._make_structure(a, graph)
+                made[key] = self._builder.make(a, graph)
                 if is_of_loss_rows:
-                    made[key] = self._of_loss_rows(made[key])
+                    made[key] = self._builder.of_loss_rows(a, made[key])
             if is_label_iteration:
                 self._drawn[a.name] = made[key]
             else:
                 stage.histories[a.name].take(made[key])
-
-    def _of_loss_rows(self, structure: Structure) -> LinearOperator:
-        """Returns the operator of the loss rows alone."""
-        assert isinstance(structure, LinearOperator)
-        layout = self.layouts[self._prepared.graph.target]
-        loss_rows = restrict(layout, self._prepared.loss_row_mask)
-        rows = torch.from_numpy(np.searchsorted(layout.own, loss_rows.own)).to(self._mesh.device)
-        return structure.of_rows(rows, loss_rows.own_ptr.tolist())
 
     def _make_weight_update(self) -> WeightUpdate:
         prepared, mesh, config = self._prepared, self._mesh, self._prepared.config
@@ -285,7 +263,7 @@ class _RankBuilder:
         prepared, mesh, config = self._prepared, self._mesh, self._prepared.config
         is_alone = mesh.device.type == "cuda" and prepared.plan.chunks == mesh.world_size == 1
         # With recomputation, backward draws dropout masks again.
-        draws_in_backward = config.recompute and config.dropout > 0
+        draws_in_backward = prepared.recomputes(mesh.stage) and config.dropout > 0
         return (
             is_alone
             and not mesh.recorder.is_on  # a profile times single steps
@@ -343,7 +321,7 @@ class _RankBuilder:
             if table.label_columns is not None:
                 self._add_label_table(table.label_columns, own, keys)
         # Stored masks take a byte per number; recomputed masks are equal.
-        is_stored = pointer is not None and not prepared.config.recompute
+        is_stored = pointer is not None and not prepared.recomputes(self._mesh.stage)
         masks = KeptMasks(keys) if is_stored else None
         ends = [0, len(own)] if pointer is None else pointer.tolist()
         return [
@@ -385,17 +363,18 @@ class _RankBuilder:
         loss_rows = restrict(layout, prepared.loss_row_mask)
         rows = torch.from_numpy(np.searchsorted(layout.own, loss_rows.own)).to(device)
         pointer = loss_rows.own_ptr.tolist()
-        operators: dict[tuple[str, str, str], LinearOperator] = {}
+        operators: dict[StructureKey, LinearOperator] = {}
         for a in reading:
-            if a.structure_key not in operators:
-                operators[a.structure_key] = self._of_loss_rows(self._structures[a.structure_key])
+            key = self._builder.key(a)
+            if key not in operators:
+                operators[key] = self._builder.of_loss_rows(a, self._structures[key])
         starts = layout.own_ptr[:-1].tolist()
         places = [
             rows[first:last] - start
             for (first, last), start in zip(pairwise(pointer), starts, strict=True)
         ]
         by_chunk = self._make_rows({target: loss_rows.own}, {target: loss_rows.own_ptr}, False)
-        by_name = {a.name: operators[a.structure_key] for a in reading}
+        by_name = {a.name: operators[self._builder.key(a)] for a in reading}
         return ChunkLossRows(by_chunk, places), by_name
 
     def _precompute_aggregations(self) -> dict[str, Tensor]:
@@ -408,7 +387,7 @@ class _RankBuilder:
         x = table.dense(0, table.num_rows)
         found: dict[tuple[str, str, str], Tensor] = {}
         for a in chosen:
-            operator = self._structures[a.structure_key]
+            operator = self._structures[self._builder.key(a)]
             assert isinstance(operator, LinearOperator)
             if a.structure_key not in found:
                 found[a.structure_key] = operator.forward.matmul(x)
@@ -432,7 +411,7 @@ class _RankBuilder:
         return Forecaster(
             self._stage_module,
             stage.histories,
-            self._structures,
+            {key: made for (key, _), made in self._structures.items()},
             ProbeRows(replace(rows, is_probe=True), own_probes, totals),
             mesh,
             prepared.dtype,
@@ -472,7 +451,7 @@ class _RankBuilder:
     ) -> History:
         """Opens the table of an aggregation for training or evaluation."""
         spec = specs[aggregation.pushed_type]
-        structure = self._structures[aggregation.structure_key]
+        structure = self._structures[self._builder.key(aggregation)]
         if is_training:
             structure = loss_row_operators.get(aggregation.name, structure)
         else:
@@ -482,6 +461,11 @@ class _RankBuilder:
             return MeanHistory(spec, aggregation.width, structure)
         if isinstance(structure, Blocks):
             return BlockHistory(spec, aggregation.width, structure)
+        if self._prepared.way_of(aggregation.name) is RowWay.COLUMNS:
+            reads_loss_rows = is_training and aggregation.name in loss_row_operators
+            cells = self._builder.cells(aggregation, reads_loss_rows)
+            spec = replace(spec, layout=self._builder.layouts(aggregation)[aggregation.pushed_type])
+            return ColumnHistory(spec, aggregation.width, structure, cells, self._column_exchange)
         is_shared = is_training and aggregation.name in self._prepared.shared_tables
         return LinearHistory(spec, aggregation.width, structure, is_shared)
 
@@ -497,46 +481,10 @@ class _RankBuilder:
             name = "embedding-bag"
             if linear and mesh.rank == 0:
                 widest = max(linear, key=lambda a: a.width)
-                operator = self._make_structure(widest, prepared.graph)
+                operator = self._builder.make(widest, prepared.graph)
                 assert isinstance(operator, LinearOperator)
                 m = operator.forward
                 times = time_kernels(m.indptr, m.indices, m.values, m.num_columns, widest.width)
                 name = min(times, key=lambda kernel: times[kernel])
             name = mesh.share(name)
         return kernel_named(name, prepared.row_dtype, mesh.device)
-
-    def _make_structure(self, aggregation: Aggregation, graph: Graph) -> Structure:
-        """Returns the matrix, the blocks or the mean that an aggregation runs over in ``graph``."""
-        prepared, device = self._prepared, self._mesh.device
-        kind = aggregation.structure
-        layout = self.layouts[aggregation.pushed_type]
-        into = self.layouts[aggregation.vertex_type]
-        if aggregation.structure == SUM:
-            shares = torch.full((layout.num_chunks,), 1 / layout.num_chunks, dtype=torch.float64)
-            return Everyone(1, shares, is_sum=True)
-        if aggregation.is_mean:
-            chosen = graph.row_types[aggregation.pushed_type]
-            chunk = prepared.chunking.chunk_of_row()[chosen]
-            weights = own = None
-            if kind != EVERYONE:
-                weights = edges_into(graph, kind)
-                own, weights = torch.from_numpy(weights[layout.own]).to(device), weights[chosen]
-            sizes = np.bincount(chunk, weights, layout.num_chunks)
-            count = round(float(sizes.sum()))
-            return Everyone(count, torch.from_numpy(sizes / max(count, 1)), own)
-        if aggregation.is_linear:
-            # Not bound to a name here, so that ``build`` can free the float64 matrix early.
-            return LinearOperator.build(
-                weighted_rows(graph, kind), layout, into, prepared.row_dtype, device, self._kernel
-            )
-        data: EdgeData = {}  # for 'loops'
-        if kind == PAIRS:
-            data = data_of_pairs(graph)
-        elif kind.partition(RELATION)[0] == "edges":
-            data = edge_data_of(of_relation(graph, kind), prepared.dtype)
-        vertices = torch.from_numpy(prepared.chunking.perm)
-        keys = (
-            row_keys(vertices[np.concatenate([layout.own, layout.halo])]).to(device),
-            row_keys(vertices[into.own]).to(device),
-        )
-        return Blocks.build(weighted_rows(graph, kind), layout, into, keys, data)

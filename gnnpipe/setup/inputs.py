@@ -477,6 +477,22 @@ def row_dtype(config: TrainConfig) -> torch.dtype:
     return torch.bfloat16 if config.comm_dtype == "bf16" else number_dtype(config)
 
 
+def settled_config(config: TrainConfig, plan: Plan) -> TrainConfig:
+    """Returns the config with the plan's choice in place of ``--comm-dtype auto``.
+
+    ``InputError`` if the plan was found for rows in bf16, which change results, and the config does
+    not allow these.
+    """
+    if config.comm_dtype == "auto":
+        return replace(config, comm_dtype=plan.comm_dtype or "same")
+    if plan.comm_dtype == "bf16" and config.comm_dtype == "same":
+        raise InputError(
+            "plan: was found for rows in bf16, which change results; add --comm-dtype bf16, or "
+            "plan anew"
+        )
+    return config
+
+
 def check_weights(config: TrainConfig, spec: LayerSpec) -> None:
     """``InputError`` if the weights of the config's model alone exceed this machine's memory."""
     numbers = GNN.count_weights(config.model, spec)

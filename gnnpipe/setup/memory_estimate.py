@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,8 @@ def least_memory_bytes(prepared: Prepared, stage: int) -> int:
         loss_rows=replace(
             loss_rows, rows=loss_rows.rows // shards, edges=loss_rows.edges // shards
         ),
+        **_whole_sizes(prepared),
+        columns_share=min(prepared.plan.stages[stage].shares),
     )
     settings = replace(_settings_of(prepared), symmetric=True, extra_weights=0)
     return estimate_memory(prepared.dag, prepared.model_graph, stage, sizes, settings).total
@@ -182,7 +185,18 @@ def _shard_sizes(prepared: Prepared, stage: int, shard: int, crossing: Counts | 
         probe_edges=int(graph.degrees[probes].sum()),
         probe_feature_entries=int(entries[probes].sum()),
         label_numbers=labelled * graph.num_classes if has_labels else 0,
+        **_whole_sizes(prepared),
+        columns_share=prepared.plan.stages[stage].shares[shard],
     )
+
+
+def _whole_sizes(prepared: Prepared) -> dict[str, Any]:
+    """Returns the sizes of the whole graph that every shard needs if rows travel by columns."""
+    rows = prepared.graph.table_rows.items()
+    return {
+        "graph_rows": {t: int(chosen.sum()) for t, chosen in rows},
+        "graph_loss_rows": prepared.loss_rows,
+    }
 
 
 def _kept_by_loss(prepared: Prepared) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ from gnnpipe.models import Model
 from gnnpipe.ops.spmm import kernel_named
 from gnnpipe.optim.optimizers import OptimizerChoice
 from gnnpipe.output import Step, report_progress, warn
-from gnnpipe.perf import CommVolume, closed_form_volume
-from gnnpipe.plan import ModelGraph, Plan, StageDag, StagePlan, gradient_buckets
+from gnnpipe.perf import CommVolume, ShardRows, closed_form_volume, row_way_bytes
+from gnnpipe.perf.workload import probe_counts
+from gnnpipe.plan import ModelGraph, Plan, RowWay, StageDag, StagePlan, gradient_buckets
 from gnnpipe.planner import (
     PLANNERS,
     GivenPlan,
@@ -57,12 +58,13 @@ from gnnpipe.setup.inputs import (
     number_dtype,
     reason_not_recorded,
     row_dtype,
+    settled_config,
     with_edge_work,
     with_vertex_data,
     without_unread,
 )
 from gnnpipe.setup.label_inputs import with_label_inputs
-from gnnpipe.setup.loss_rows import find_loss_rows
+from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
 from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric, kept_by_loss
@@ -131,7 +133,8 @@ class _Inputs:
 
 def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
     """Returns the run with this plan, partitioned."""
-    config, graph, model_graph = inputs.config, inputs.graph, inputs.model_graph
+    config, graph = settled_config(inputs.config, plan), inputs.graph
+    model_graph = inputs.model_graph
     world, chosen = inputs.world, inputs.model
     dag = StageDag.of(plan, model_graph)
     usual, exact_program = training_programs(config, model_graph, dag)
@@ -155,7 +158,7 @@ def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
         program=program,
         exact_program=exact_program,
         probes=probes,
-        volume=_epoch_bytes(config, dag, model_graph, graph, qualities, probes),
+        volume=_epoch_bytes(config, dag, model_graph, graph, chunking, qualities, probes),
         chunk_edges=None if program.is_exact else chunk_edges(graph, chunking),
         refill_epochs=refill_epochs,
         given_edges=bare(inputs.given) if edges_are_random(chosen) else None,
@@ -165,7 +168,7 @@ def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
 def shape_of(config: TrainConfig) -> Shape:
     """Returns the shape that the config asks for."""
     is_exact = config.staleness_settings_for(config.chunks).is_exact
-    return Shape(config.stages, config.shards, config.chunks, is_exact)
+    return Shape(config.stages, config.shards, config.chunks, is_exact, RowWay(config.row_way))
 
 
 def ranks_of(config: TrainConfig, planner: Planner | None = None) -> int:
@@ -313,29 +316,29 @@ def _plan(inputs: _Inputs, planner: Planner) -> Plan:
             measurable,
         )
     )
-    if reason and plan.chunks > 1:
+    if reason and (plan.chunks > 1 or plan.recomputes):
         raise InputError(reason)
     return plan
 
 
 @dataclass
 class _HaloCounts:
-    """Counts the rows that shards read from one another, once."""
+    """Counts the rows that shards read from one another, once for each largest number of shards."""
 
     inputs: _Inputs
-    found: Mapping[int, float] | None = None
+    found: dict[int, Mapping[int, float]] = field(default_factory=dict)
 
     def at(self, shards: int, most: int) -> float:
         """Returns M / N for a number of shards; the graph is cut into the most shards."""
-        if self.found is None:
-            graph, config, world = self.inputs.graph, self.inputs.config, self.inputs.world
-            # Chunks on one device read copies as shards do.
-            most = min(max(most, 2), graph.num_vertices)
+        graph, config, world = self.inputs.graph, self.inputs.config, self.inputs.world
+        # Chunks on one device read copies as shards do.
+        most = min(max(most, 2), graph.num_vertices)
+        if most not in self.found:
             plan = Plan((StagePlan.even((0,), tuple(range(most))),), 1, "fill-drain")
             chunking = _partition(config, plan, graph, world, "given")
             part = chunking.shard_of_row()[chunking.inverse]
-            self.found = halo_by_shards(graph, part)
-        return halo_at(self.found, shards)
+            self.found[most] = halo_by_shards(graph, part)
+        return halo_at(self.found[most], shards)
 
 
 def _order(config: TrainConfig, plan: Plan, model_graph: ModelGraph, model: Model) -> str:
@@ -392,6 +395,8 @@ def training_programs(
     buckets = gradient_buckets(model, dag.plan, number_dtype(config).itemsize)
     usual = training_program(dag, buckets)
     exact = training_program(dag, buckets, EXACT_SCHEDULE)
+    if not config.staleness_settings_for(dag.plan.chunks).is_exact:
+        _check_ways(config, dag.plan, usual)
     if usual.is_exact or not config.staleness_settings_for(dag.plan.chunks).is_exact:
         return usual, exact
     if config.staleness == "exact":
@@ -400,6 +405,20 @@ def training_programs(
             "allows none; drop one of the two"
         )
     return exact, exact  # as many exact epochs at the start as epochs
+
+
+def _check_ways(config: TrainConfig, plan: Plan, program: CheckedProgram) -> None:
+    """``InputError`` for columns in a program with stale reads.
+
+    Stale rows are forecast, and stored in checkpoints, as whole rows; a rank has columns of them.
+    """
+    if not program.is_exact and RowWay.COLUMNS in plan.ways.values():
+        what = "plan: ways:" if config.row_way == RowWay.HALO else "--row-way"
+        raise InputError(
+            f"{what} columns: {plan.chunks} chunks read stale rows, of which no rank has all "
+            "columns, as their forecast and a checkpoint need them; try --staleness exact, one "
+            "chunk, or halo"
+        )
 
 
 def _probes(
@@ -413,7 +432,7 @@ def _probes(
     each = config.staleness_settings_for(program.chunks).probes_per_column
     if not each or program.is_exact:
         return np.empty(0, dtype=np.int64)
-    counts = _num_probes(model, list(graph.row_types), each)
+    counts = probe_counts(model, graph.row_types, each)
     return choose_probe_vertices(chunking, counts, graph.row_types, config.seed)
 
 
@@ -422,12 +441,13 @@ def _epoch_bytes(
     dag: StageDag,
     model: ModelGraph,
     graph: Graph,
+    chunking: Chunking,
     qualities: Sequence[CutQuality],
     probes: npt.NDArray[np.int64],
 ) -> CommVolume:
     """Returns the bytes sent in a usual epoch."""
     num_probes = {name: int(rows[probes].sum()) for name, rows in graph.row_types.items()}
-    return closed_form_volume(
+    by_halo = closed_form_volume(
         dag,
         model,
         num_vertices=graph.vertex_counts,
@@ -437,24 +457,38 @@ def _epoch_bytes(
         probes=num_probes,
         label_iterations=config.label_iterations,
     )
+    if not dag.plan.ways:
+        return by_halo
+    rows, row_bytes = _shard_rows(dag.plan, model, graph, chunking), row_dtype(config).itemsize
+    moved = row_way_bytes(dag, model, rows, row_bytes, config.label_iterations)
+    return replace(by_halo, graph=by_halo.graph + moved)
 
 
-def _num_probes(model: ModelGraph, types: list[str], each: int) -> dict[str, int]:
-    """Returns the number of probes by type: ``each`` per column of the type's widest map."""
-    widths = dict.fromkeys(types, 0)
-    forecast = [op for op in model.aggregations if op.is_forecast]
-    for op in forecast:
-        if not op.is_mean:
-            pushing = op.vertex_type if op.over_pairs else op.pushed_type
-            widths[pushing] = max(widths[pushing], op.push_width)
-    return {name: each * (width + 1) * bool(forecast) for name, width in widths.items()}
+def _shard_rows(plan: Plan, model: ModelGraph, graph: Graph, chunking: Chunking) -> list[ShardRows]:
+    """Returns the rows of the shards of every stage."""
+    mask, found = loss_row_mask(graph, chunking), []
+    limited = find_loss_rows(model, graph, mask, plan.stages[-1].ops).ops
+    for bounds in plan.split.bounds:
+        cells = chunking.merged(bounds)
+        own = {t: cells.counts(rows).sum(0).tolist() for t, rows in graph.table_rows.items()}
+        found.append(ShardRows(own, cells.counts(mask).sum(0).tolist(), limited))
+    return found
 
 
-def warn_of_stale_rows(prepared: Prepared, world: World) -> None:
-    """Warns on rank 0 if stale rows change statistics over all vertices, or carry label inputs."""
-    model, share = prepared.model_graph, prepared.config.label_inputs
-    if prepared.program.is_exact or world.rank:
+def warn_of_settings(prepared: Prepared, world: World) -> None:
+    """Warns on rank 0 of settings without effect, and of stale rows that change what is learned."""
+    if world.rank:
         return
+    way = prepared.config.row_way
+    if way != RowWay.HALO and not prepared.plan.ways:
+        warn(f"--row-way {way}: no rows travel within stages of one rank; leave it out")
+    if not prepared.program.is_exact:
+        _warn_of_stale_rows(prepared)
+
+
+def _warn_of_stale_rows(prepared: Prepared) -> None:
+    """Warns if stale rows change statistics over all vertices, or carry label inputs."""
+    model, share = prepared.model_graph, prepared.config.label_inputs
     if share:
         warn(
             f"--label-inputs {share:g}: stale rows carry labels that were inputs in the last "

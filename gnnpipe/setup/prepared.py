@@ -25,6 +25,7 @@ from gnnpipe.plan import (
     LossRows,
     ModelGraph,
     Plan,
+    RowWay,
     StageDag,
     precomputed_aggregations,
     shared_tables,
@@ -92,6 +93,14 @@ class Prepared:
         return self.dag.plan
 
     @cached_property
+    def _ways(self) -> Mapping[str, RowWay]:
+        return {self.model_graph.ops[op].name: way for op, way in self.plan.ways.items()}
+
+    def way_of(self, op: str) -> RowWay:
+        """How the rows of the op with this name travel among the shards."""
+        return self._ways.get(op, RowWay.HALO)
+
+    @cached_property
     def chunkings(self) -> tuple[Chunking, ...]:
         """The chunks and shards of every stage; stages of equal shards have the same object."""
         made = {bounds: self.chunking.merged(bounds) for bounds in set(self.plan.split.bounds)}
@@ -111,6 +120,10 @@ class Prepared:
     def staleness(self) -> StalenessSettings:
         """Settings of stale rows for the plan's number of chunks."""
         return self.config.staleness_settings_for(self.plan.chunks)
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether a stage keeps only the inputs of its steps until backward."""
+        return self.config.recompute or self.plan.stages[stage].recompute
 
     @property
     def exact_epochs(self) -> int:

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from gnnpipe.models import Values
+from gnnpipe.run.predictions import Part
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.memory_use import held_memory
 from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.build import RankRuntime
+from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import PARTS, REGRESSION
 from gnnpipe.tasks.scoring import (
     Scores,
@@ -109,3 +112,16 @@ def _ranking_scores(
         computed.append(ranking_score(scores, truth, rank_runtime.metric))
     shared: list[float] = mesh.share(computed)
     return shared
+
+
+def predicted_rows(prepared: Prepared, rank_runtime: RankRuntime) -> list[Part]:
+    """Computes this rank's rows by chunk; their numbers are those of the given graph."""
+    with held_memory(rank_runtime.executor.mesh.device):
+        results = results_by_chunk(rank_runtime)
+    layout, graph = rank_runtime.target, prepared.graph
+    number = prepared.chunking.perm if graph.types is None else graph.types.number
+    found = []
+    for chunk, values in results.items():
+        own = layout.own[layout.own_ptr[chunk] : layout.own_ptr[chunk + 1]]
+        found.append((number[own], values.get("rows", values["x"]).cpu().numpy()))
+    return found

@@ -7,7 +7,7 @@ leave after the same epoch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from gnnpipe.run.resume import (
     state_text,
 )
 from gnnpipe.run.signals import SIGINT, Stopping
+from gnnpipe.run.straggler import StragglerWatch
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.inputs import why_not_validated
@@ -70,6 +71,8 @@ class Loop:
     identity: Mapping[str, Any]
     last_epoch: int
     """Number of epochs, with those of a resumed run, after which training ends."""
+    watch: StragglerWatch
+    """Compares the compute times of the ranks."""
     scheduler: SchedulerFactory | None = None
     """The user's own learning-rate scheduler; ``None``: the one that the settings name."""
     epoch_end: Callable[[EpochRow], bool] = lambda row: False
@@ -209,14 +212,16 @@ class Loop:
         now = time.monotonic()
         time_s, self._met_at = now - self._met_at, now
         is_first = self.mesh.rank == 0
-        is_told, is_due, saves_last, saves_now = self.mesh.sum(
+        is_told, is_due, saves_last, saves_now, *times_s = self.mesh.sum(
             [
                 float(self._is_told_to_stop),
                 float(stopping.is_due(time_s)),
                 float(is_first and self._wants_checkpoint(True)),
                 float(is_first and self._wants_checkpoint(False)),
+                *self._times_s(),
             ]
         )
+        self._name_stragglers(times_s)
         is_last = self._is_over or len(self.rows) >= self.last_epoch
         if is_told and not is_last:
             self._is_over = is_last = True
@@ -234,6 +239,20 @@ class Loop:
             if self.path is not None:
                 where = f"go on with --resume {self.path}; {IN_PYTHON}"
             raise StoppedError(f"stopped after epoch {len(self.rows)} ({reason}); {where}")
+
+    def _times_s(self) -> list[float]:
+        """Returns this rank's part of a sum: rank 0's epoch time, and compute times by rank."""
+        mesh, epochs = self.mesh, self.mesh.recorder.epochs
+        found = [0.0] * (1 + mesh.world_size)
+        if epochs and self.rows and epochs[-1].is_exact == self.prepared.program.is_exact:
+            found[1 + mesh.rank] = epochs[-1].compute_s
+            found[0] = self.rows[-1].epoch_time_s * (mesh.rank == 0)
+        return found
+
+    def _name_stragglers(self, times_s: Sequence[float]) -> None:
+        """Says which ranks compute longer than planned; ``times_s``: sum of ``_times_s``."""
+        for one in self.watch.see(len(self.rows), times_s[1:], times_s[0]):
+            self.progress.say(one.line(self.prepared.plan.placement, self.path))
 
     def _evaluate_last(self) -> None:
         """Evaluates the last epoch, as that of every run that has ended."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,8 +22,7 @@ from gnnpipe.callbacks.callback import Callback, Callbacks
 from gnnpipe.callbacks.loggers import with_loggers
 from gnnpipe.checkpoint.retention import remove_unfinished
 from gnnpipe.config import TrainConfig
-from gnnpipe.data.load import configured_graph, unlabelled_graph
-from gnnpipe.errors import InputError, StoppedError
+from gnnpipe.errors import IdleRank, InputError, StoppedError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.heap import give_back
 from gnnpipe.optim.lr_schedule import SchedulerFactory, check_scheduler
@@ -31,19 +30,21 @@ from gnnpipe.optim.optimizers import OptimizerChoice, check_optimizer
 from gnnpipe.output import say, warn
 from gnnpipe.perf import Trace, write_trace
 from gnnpipe.plan import Plan
+from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import GivenPlan, Planner
 from gnnpipe.profiling.links import receive_bandwidth
 from gnnpipe.profiling.predict import Predictor, check_profile_file
-from gnnpipe.profiling.search import AUTO, run_planner
+from gnnpipe.profiling.search import AUTO, RunPlanner, run_planner
 from gnnpipe.run.folder import RunFolder, claim_folder, reclaim_folder
-from gnnpipe.run.predictions import Part, check_new_file, write_predictions
+from gnnpipe.run.predictions import check_new_file, write_predictions
 from gnnpipe.run.progress import Progress
 from gnnpipe.run.rank_log import RankLog, is_lost_peer, lost_rank
 from gnnpipe.run.result import RunResult, TrainingRecord, gather_result
-from gnnpipe.run.resume import Start, find_start, identity_of, restarted, seconds_so_far
+from gnnpipe.run.resume import Start, find_start, identity_of, last_run, restarted, seconds_so_far
 from gnnpipe.run.signals import SIGINT, Stopping
+from gnnpipe.run.straggler import straggler_watch
 from gnnpipe.run.summary import head_lines, result_lines
-from gnnpipe.run.trained import TrainedRun, read_trained
+from gnnpipe.run.trained import read_trained
 from gnnpipe.runtime.comm.heartbeat import SILENCE_SHARE, Heartbeat
 from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -61,12 +62,12 @@ from gnnpipe.setup.inputs import (
 )
 from gnnpipe.setup.label_inputs import with_label_inputs
 from gnnpipe.setup.layer_output import without_labels
-from gnnpipe.setup.prepare import join_world, prepare, warn_of_stale_rows
+from gnnpipe.setup.prepare import join_world, prepare, warn_of_settings
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.setup.user_model import absolute_name
 from gnnpipe.tasks.loss import LossFn
 from gnnpipe.tasks.scoring import Scores
-from gnnpipe.train.evaluate import evaluate, results_by_chunk
+from gnnpipe.train.evaluate import evaluate, predicted_rows
 from gnnpipe.train.loop import Loop
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class Trainer:
         scheduler: SchedulerFactory | None = None,
         callbacks: Sequence[Callback] = (),
         resume: str | Path | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
         """Checks the arguments; nothing is read before ``fit``, ``plan`` or ``model`` is used.
 
@@ -105,7 +107,8 @@ class Trainer:
                 ``config.model`` and its settings. Its own weights are trained (those of rank 0 if
                 ranks differ).
             plan: The plan, in place of ``config.plan``.
-            world: The ranks, if they have been joined for another run of this process.
+            world: The ranks, if they have been joined for another run of this process. A searched
+                plan may keep fewer of these; ``Trainer.world`` has the ranks for the next run.
             loss_fn: Maps logits [R, C] and labels [R] of some training vertices to the SUM of their
                 losses. The sum is divided by the number of training labels. Several labels [R, T]
                 are floats, NaN where missing. With parameters ``vertices`` or ``epoch`` the
@@ -121,6 +124,8 @@ class Trainer:
             callbacks: Run in this order; see ``Callback``.
             resume: Folder of a run to continue from its newest complete checkpoint; ``config`` is
                 then the result of ``resumed_config``.
+            cluster: The devices of the ranks and their links, for ``plan="auto"``; ``None``: both
+                are measured before the run.
 
         Raises:
             InputError: An argument has a wrong type or value. ``fit`` also raises ``InputError``,
@@ -132,6 +137,9 @@ class Trainer:
         self.config = config
         self._graph, self._model = given, model
         self._planner: Planner | None = None if plan is None else GivenPlan(plan)
+        if cluster is not None and (plan is not None or config.plan != AUTO):
+            raise InputError(f"--cluster: only used by --plan {AUTO}, which searches; leave it out")
+        self._cluster = cluster
         self._world, self._loss_fn = world, loss_fn
         self._optimizer, self._scheduler = optimizer, scheduler
         self._callbacks = Callbacks(with_loggers(config, callbacks))
@@ -178,7 +186,7 @@ class Trainer:
         is_bare = not trained.num_classes and config.task != "links"
         if "dataset" in settings or (graph is None and (layer or is_bare)):
             world = join_world(config)
-            graph = _read_together(world, partial(_read_for, trained, "dataset" not in settings))
+            graph = trained.read_graph(world, "dataset" not in settings)
         elif graph is not None:
             graph = trained.with_classes(graph)
         if graph is not None:
@@ -212,22 +220,30 @@ class Trainer:
         """The run folder; ``None`` before ``fit`` and without a folder."""
         return None if self._loop is None else self._loop.path
 
+    @property
+    def world(self) -> World:
+        """The ranks of the run; of a searched plan those that it uses, once it is found."""
+        return self._join()
+
     def _join(self) -> World:
         """Joins the other ranks, once."""
         if self._world is None:
-            is_resumed = {"--resume": self._resume is not None}
-            self._world = join_world(self.config, self._planner, **is_resumed)
+            settings = {"--resume": self._resume is not None}
+            self._world = join_world(self.config, self._planner, **settings)
+        if self._world.has_left:
+            raise InputError("world: its ranks have parted; use Trainer.world of the run before")
         return self._world
 
     def _setup(
         self, start: Start | None = None, resumed: Sequence[Path] = ()
     ) -> tuple[Mesh, Prepared]:
-        """Reads, plans and partitions, once; a run that goes on in ``resumed`` keeps its plan."""
+        """Reads, plans and partitions, once; a run that goes on in ``resumed`` keeps its plan.
+
+        Ranks that the plan does not use end here (``IdleRank``).
+        """
         world = self._join()
         if self._planner is None and self.config.plan == AUTO:
-            self._planner = run_planner(
-                self.config, world, resumed[0] if start and resumed else None
-            )
+            self._planner = run_planner(self.config, world, self._cluster, *last_run(resumed))
         if self._prepared is None:
             with _without_autocast(world):
                 self._prepared = prepare(
@@ -240,9 +256,9 @@ class Trainer:
                     self._optimizer,
                     refill_epochs=0 if start is None else start.refill_epochs,
                 )
-            self._mesh = Mesh.of(
-                world, self._prepared.plan.placement, self._prepared.plan.collectives
-            )
+            plan = self._prepared.plan
+            self._world = world.keep(plan.num_ranks, self.config.quiet)
+            self._mesh = Mesh.of(self._world, plan.placement, plan.collectives)
         assert self._mesh is not None
         return self._mesh, self._prepared
 
@@ -271,20 +287,19 @@ class Trainer:
         folder, path, resumed = self._claim(world)
         log = RankLog(path, world.rank)
         try:
-            with _without_autocast(world), world.on_own_cores():
+            with _without_autocast(world):
+                found: tuple[Start | None, str] = None, ""
                 if self._loop is None:
-                    self._loop = self._begin(world, folder, path, resumed, last_epoch)
-                else:
-                    self._go_on(self._loop, last_epoch)
-                self._is_fitting = True
-                with self._callbacks.of_rank(self, world.rank):
-                    result = self._fit(self._loop, log)
-                if SIGINT in world.gather(self._stopping.reason):  # heard in the last epoch
-                    where = self._loop.path
-                    raise KeyboardInterrupt(f"the run has ended; its folder is {where}")
-                self._is_fitting = False
-                return result
-        except InputError:
+                    with world.on_own_cores():
+                        found = self._plan(world, resumed)
+                    world = self._join()  # the ranks that the plan uses
+                with world.on_own_cores():
+                    if self._loop is None:
+                        self._loop = self._begin(folder, path, found, last_epoch)
+                    else:
+                        self._go_on(self._loop, last_epoch)
+                    return self._fit(self._loop, log)
+        except (InputError, IdleRank):
             raise  # the folder stays as it was
         except (StoppedError, KeyboardInterrupt) as error:
             log.say(str(error) or "interrupted")
@@ -334,21 +349,26 @@ class Trainer:
         resumed = [run for run in (again, self._resume) if run is not None]
         return *claim_folder(self.config, world, resumed[0] if resumed else None), resumed
 
+    def _plan(self, world: World, resumed: Sequence[Path]) -> tuple[Start | None, str]:
+        """Plans the run; returns the checkpoint that it is resumed from, and messages."""
+        found = self._find_start(world, resumed)
+        check_profile_file(self.config, world)
+        self._setup(found[0], resumed)
+        return found
+
     def _begin(
         self,
-        world: World,
         folder: RunFolder | None,
         path: Path | None,
-        resumed: Sequence[Path],
+        found: tuple[Start | None, str],
         last_epoch: int,
     ) -> Loop:
-        """Reads, plans and builds the run, at the checkpoint that it is resumed from."""
-        config = self.config
-        start, message = self._find_start(world, resumed)
-        check_profile_file(config, world)
-        mesh, prepared = self._setup(start, resumed)
+        """Builds the run, at the checkpoint that it is resumed from."""
+        start, message = found
+        mesh, prepared = self._setup()
+        config = prepared.config
         check_exact_epochs(config, prepared.plan.chunks, last_epoch)
-        warn_of_stale_rows(prepared, mesh)
+        warn_of_settings(prepared, mesh)
         warn_of_vain_rounding(config, prepared.plan, prepared.model, prepared.graph, mesh)
         progress = self._progress(last_epoch)
         for line in [*message.splitlines(), *head_lines(prepared)]:
@@ -361,6 +381,7 @@ class Trainer:
         parts = (config, mesh, prepared, rank_runtime, folder, path, progress, identity, last_epoch)
         loop = Loop(
             *parts,
+            watch=straggler_watch(prepared, self._predictor),
             scheduler=self._scheduler,
             epoch_end=partial(self._callbacks.epoch_end, self),
             checkpoint_end=partial(self._callbacks.checkpoint, self),
@@ -381,7 +402,17 @@ class Trainer:
         return Progress(last_epoch, prepared.metric, mesh.rank == 0, self.config.quiet)
 
     def _fit(self, loop: Loop, log: RankLog) -> RunResult:
-        """Trains up to the loop's last epoch and writes the result."""
+        """Trains with the callbacks up to the loop's last epoch and writes the result."""
+        self._is_fitting = True
+        with self._callbacks.of_rank(self, loop.mesh.rank):
+            result = self._train(loop, log)
+        if SIGINT in loop.mesh.gather(self._stopping.reason):  # heard in the last epoch
+            raise KeyboardInterrupt(f"the run has ended; its folder is {loop.path}")
+        self._is_fitting = False
+        return result
+
+    def _train(self, loop: Loop, log: RankLog) -> RunResult:
+        """Trains, writes the result, and calls the callbacks of start and end."""
         mesh, prepared, folder, progress = loop.mesh, loop.prepared, loop.folder, loop.progress
         self._open(loop)
         mesh.share(None)  # the folder exists from here on, so ranks can write their logs
@@ -391,7 +422,7 @@ class Trainer:
         give_back()  # otherwise the memory of an epoch and of the result add up
         loop.best.swap()
         weights = self._collect(mesh, prepared)
-        record = TrainingRecord(loop.rows, loop.best, loop.sent_bytes)
+        record = TrainingRecord(loop.rows, loop.best, loop.sent_bytes, loop.watch.found)
         result = gather_result(
             mesh, prepared, loop.rank_runtime, record, loop.path, link_bytes_per_s, self._predictor
         )
@@ -421,7 +452,8 @@ class Trainer:
         reset_peak(mesh.device)
         memory_before_bytes = held_bytes(mesh.device)
         with held_memory(mesh.device):  # measured with the heap settings of the epochs
-            predictor = Predictor.of_run(prepared, mesh, epochs)
+            speeds = self._planner.speeds if isinstance(self._planner, RunPlanner) else ()
+            predictor = Predictor.of_run(prepared, mesh, epochs, speeds)
         if predictor is not None:
             progress.say(f"predicted: {predictor.epoch().epoch_time_s:.3g} s an epoch")
         # Memory that the prediction leaves in the heap must not count as memory of the graph.
@@ -458,7 +490,7 @@ class Trainer:
         """Returns the config that is written to the run's folder."""
         # A relative path would be another file for a resume from another folder.
         model, epochs = absolute_name(self.config.model), max(self.config.epochs, last_epoch)
-        written = replace(self.config, model=model, epochs=epochs)
+        written = replace(prepared.config, model=model, epochs=epochs)
         if self._graph is not None:
             # Not a dataset name, so that repeating the run cannot train another graph.
             written = replace(written, dataset=f"passed-in:{prepared.graph.name}")
@@ -484,7 +516,7 @@ class Trainer:
         self._check_together("predict()")
         with _without_autocast(self._join()):
             mesh, prepared, rank_runtime = self._ready()
-            parts = _predicted(prepared, rank_runtime)
+            parts = predicted_rows(prepared, rank_runtime)
         everyone = [part for found in mesh.gather(parts) for part in found]
         count = prepared.graph.vertex_counts[prepared.graph.target]
         logits = torch.empty(count, everyone[0][1].shape[1], dtype=prepared.dtype)
@@ -503,7 +535,7 @@ class Trainer:
         with _without_autocast(self._join()):
             mesh, prepared, rank_runtime = self._ready()
             count = prepared.graph.vertex_counts[prepared.graph.target]
-            compute = partial(_predicted, prepared, rank_runtime)
+            compute = partial(predicted_rows, prepared, rank_runtime)
             width = write_predictions(Path(path), mesh, count, compute)
         if mesh.rank == 0:
             say(f"{path}: {count:,} rows of {width}", self.config.quiet)
@@ -539,38 +571,6 @@ class Trainer:
             for part in mesh.gather(mine if mesh.shard == 0 else {}):
                 model.load(part)
         return {name: t.detach().cpu() for name, t in model.module.state_dict().items()}
-
-
-def _read_for(trained: TrainedRun, has_labels: bool) -> Graph:
-    """Returns the graph that the run names, or another one without labels to predict for."""
-    if has_labels:
-        return configured_graph(trained.config, needs_labels=False)
-    return trained.with_classes(unlabelled_graph(trained.config, trained.num_classes))
-
-
-def _read_together(world: World, read: Callable[[], Graph]) -> Graph:
-    """Returns the graph that every rank reads; ``InputError`` on every rank if one cannot."""
-    graph, error = None, None
-    try:
-        graph = read()
-    except InputError as fault:
-        error = fault
-    world.agree(error)
-    assert graph is not None
-    return graph
-
-
-def _predicted(prepared: Prepared, rank_runtime: RankRuntime) -> list[Part]:
-    """Computes this rank's rows by chunk; their numbers are those of the given graph."""
-    with held_memory(rank_runtime.executor.mesh.device):
-        results = results_by_chunk(rank_runtime)
-    layout, graph = rank_runtime.target, prepared.graph
-    number = prepared.chunking.perm if graph.types is None else graph.types.number
-    found = []
-    for chunk, values in results.items():
-        own = layout.own[layout.own_ptr[chunk] : layout.own_ptr[chunk + 1]]
-        found.append((number[own], values.get("rows", values["x"]).cpu().numpy()))
-    return found
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from gnnpipe.data.load import configured_graph
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.plan import Plan
-from gnnpipe.planner import GivenPlan
+from gnnpipe.planner import GivenPlan, Planner
+from gnnpipe.profiling.search import AUTO, run_planner
 from gnnpipe.run.summary import head_lines
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
@@ -90,8 +91,10 @@ def verify(
     if tolerance is not None and not 0 < tolerance < float("inf"):
         raise InputError(f"--tolerance {tolerance}: must be a number above 0, like 1e-5")
     check_verifiable(config)
-    planner = None if plan is None else GivenPlan(plan)
+    planner: Planner | None = None if plan is None else GivenPlan(plan)
     met = world or join_world(config, planner)
+    if plan is None and config.plan == AUTO:
+        planner = run_planner(config, met, None)
     prepared = prepare(config, met, graph, detached_copy(model), planner, loss_fn)
     check_trainable(prepared.graph, "verify()", loss_fn)
     mesh = Mesh.of(met, prepared.plan.placement, prepared.plan.collectives)

@@ -7,36 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planned import FAST, GRAPH, SLOW, devices, space_of
 from torch import nn
 from torch_geometric.nn import GCNConv
 
 import gnnpipe
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
-from gnnpipe.plan.cluster import Cluster, Device, Link
+from gnnpipe.plan.cluster import Cluster, Link
 from gnnpipe.planner import GivenPlan, find_plan
 from gnnpipe.planner.auto import every_candidate
 from gnnpipe.profiling.scenario import GraphShape, model_on_shape
 from gnnpipe.profiling.search import Hardware, search_space, workload_of_shape
-
-BIG = 80 * 10**9
-SLOW, FAST = Link(1.25e9, 5e-5), Link(300e9, 1e-5)
-GRAPH = GraphShape(100_000, 2_000_000, 64, 16, halo=0.5)
-MODELS = {}
-
-
-def space_of(cluster, shape=GRAPH, **changes):
-    config = TrainConfig(**{"layers": 6, "hidden": 64} | changes)
-    key = shape, config
-    if key not in MODELS:
-        MODELS[key] = model_on_shape(config, shape)
-    hardware = Hardware(sheets="a100:100gbe", cluster=cluster)
-    return search_space(config, workload_of_shape(config, shape, MODELS[key], hardware), hardware)
-
-
-def devices(*speeds, memory=BIG):
-    return tuple(Device(speed, memory) for speed in speeds)
-
 
 CLUSTERS = {
     "one": Cluster(devices(1.0), SLOW),

@@ -23,7 +23,7 @@ CONFIG = TrainConfig(
 def written(*stages, chunks=2, schedule="fill-drain"):
     """The JSON of a plan; of each stage the ops and the ranks, with equal shares."""
     each = [{"ops": o, "ranks": r, "shares": [1 / len(r)] * len(r)} for o, r in stages]
-    return json.dumps({"version": 5, "stages": each, "chunks": chunks, "schedule": schedule})
+    return json.dumps({"version": 6, "stages": each, "chunks": chunks, "schedule": schedule})
 
 
 def test_a_plan_of_one_stage_trains_as_the_flags_do(tmp_path):

@@ -35,3 +35,44 @@ def test_a_plan_with_unequal_shares(stages, chunks):
         assert difference < 1e-9
         # A chunk has some 40 vertices here; one vertex is 2 % of it.
         assert work == pytest.approx([0.7, 0.3], abs=0.05)
+
+
+UNEQUAL = {2: (1 / 3, 2 / 3), 3: (1 / 6, 1 / 6, 4 / 6)}
+
+
+def trained_twice(model, chunks, shares):
+    """Losses, weights and work by shard with equal and with unequal shares; with dropout."""
+    import torch
+
+    from gnnpipe import Trainer
+    from gnnpipe.plan import StagePlan
+    from gnnpipe.runtime.comm.world import World
+
+    ranks, graph = tuple(range(len(shares))), small_graph(n=150)
+    world, found = World.meet(len(ranks), "cpu"), []
+    config = quick_config(
+        model=model, layers=3, hidden=8, chunks=chunks, staleness="exact", epochs=5, dropout=0.4
+    )
+    for each in ((1 / len(ranks),) * len(ranks), shares):
+        schedule = "layer-sync" if chunks > 1 else "fill-drain"
+        plan = Plan((StagePlan((0, 1, 2), ranks, each),), chunks, schedule)
+        trainer = Trainer(replace(config, chunks=1), graph, plan=plan, world=world)
+        losses = [row.loss for row in trainer.fit().history]
+        weights = torch.cat([t.flatten() for t in trainer.model.state_dict().values()])
+        work = vertex_work(graph)[trainer._setup()[1].chunking.perm]
+        shard = trainer._setup()[1].chunking.shard_of_row()
+        by_shard = [float(work[shard == g].sum() / work.sum()) for g in ranks]
+        found.append((losses, weights, by_shard))
+    return found
+
+
+@pytest.mark.parametrize("ranks", UNEQUAL)
+@pytest.mark.parametrize(("model", "chunks"), [("gcn", 1), ("gcnii", 3), ("gat", 1)])
+def test_unequal_shares_train_as_equal_ones(model, chunks, ranks):
+    shares = UNEQUAL[ranks]
+    for (losses, weights, _), (again, others, work) in run_ranks(
+        trained_twice, ranks, model, chunks, shares
+    ):
+        assert losses == pytest.approx(again, rel=1e-9)
+        assert weights.numpy() == pytest.approx(others.numpy(), rel=1e-9, abs=1e-12)
+        assert work == pytest.approx(list(shares), abs=0.05)

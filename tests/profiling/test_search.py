@@ -1,5 +1,8 @@
 """``--plan auto`` in the commands: runs, wrong input, and graphs that are here."""
 
+import re
+from dataclasses import dataclass, field, replace
+
 import pytest
 from helpers import run_ranks
 
@@ -7,10 +10,14 @@ import gnnpipe
 from gnnpipe import Trainer
 from gnnpipe.cli.main import main
 from gnnpipe.config import TrainConfig
-from gnnpipe.errors import InputError
-from gnnpipe.plan import Plan
+from gnnpipe.errors import IdleRank, InputError
+from gnnpipe.plan import Plan, StagePlan
 from gnnpipe.plan.cluster import Cluster, Device, Link
+from gnnpipe.profiling.scenario import scenario_of
 from gnnpipe.profiling.search import Hardware, hardware_of
+from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.memory_estimate import memory_by_rank
+from gnnpipe.setup.prepare import prepare
 
 SETTINGS = {"dataset": "karate", "layers": 3, "hidden": 8, "cache_dir": "off", "quiet": True}
 SHAPE = "vertices=1e5,edges=1e6,features=64,classes=8"
@@ -18,7 +25,10 @@ SHAPE = "vertices=1e5,edges=1e6,features=64,classes=8"
 
 def trained(folder):
     config = TrainConfig(**SETTINGS, epochs=2, plan="auto", out=str(folder))
-    result = Trainer(config).fit()
+    try:
+        result = Trainer(config).fit()
+    except IdleRank:
+        return None
     return result.stages, result.shards, result.chunks
 
 
@@ -28,10 +38,9 @@ def test_one_rank_needs_no_measurement(tmp_path):
 
 def test_all_ranks_get_the_plan_of_rank_0(tmp_path):
     shapes = run_ranks(trained, 2, tmp_path / "run")
-    assert shapes[0] == shapes[1]
     plan = Plan.from_json((tmp_path / "run" / "plan.json").read_text())
-    assert plan.num_ranks == 2
-    assert (plan.num_stages, plan.most_shards, plan.chunks) == shapes[0]
+    of_plan = plan.num_stages, plan.most_shards, plan.chunks
+    assert shapes == [of_plan if rank < plan.num_ranks else None for rank in range(2)]
 
 
 def test_info_plans_for_devices_that_are_not_here():
@@ -46,6 +55,64 @@ def test_simulate_counts_the_halo_of_a_graph():
     found = gnnpipe.simulate(config, hardware="a100:100gbe", devices=4)
     assert found.search[0].startswith("plan: ")
     assert found.predicted_epoch_time_s > 0
+
+
+@pytest.mark.parametrize("command", ["simulate", "info"])
+def test_no_line_is_printed_twice(command):
+    config = TrainConfig(**SETTINGS | {"dataset": "synthetic:planted:n=2000"}, plan="auto")
+    hardware = Hardware(sheets="a100:100gbe", devices=2)
+    if command == "info":
+        text = str(gnnpipe.info(config, hardware=hardware))
+    else:
+        text = str(gnnpipe.simulate(config, hardware="a100:100gbe", devices=2))
+    lines = text.splitlines()
+    assert len(set(lines)) == len(lines)
+    for start in ("plan: ", "predicted: "):
+        assert sum(line.startswith(start) for line in lines) == 1
+    assert sum("critical path" in line for line in lines) == 1
+    # Each rank has one line of memory.
+    ranks = [line for line in lines if re.match(r"memory of rank 0: ", line)]
+    assert len(ranks) == (command == "simulate")
+
+
+def test_verify_searches_as_a_run_does():
+    found = gnnpipe.verify(TrainConfig(**SETTINGS, plan="auto", epochs=2, dtype="float64"))
+    assert found.is_equal
+    assert "1 stage x 1 shard x 1 chunk on 1 rank" in str(found)
+
+
+@dataclass
+class Asking:
+    """Asks for the rows that shards read, and then plans one stage."""
+
+    questions: list
+    answers: list = field(default_factory=list)
+
+    def num_ranks(self, shape):
+        return 1
+
+    def plan(self, request):
+        self.answers = [request.halo(*question) for question in self.questions]
+        return Plan((StagePlan.even(tuple(range(request.model.num_ops)), (0,)),), 1, "fill-drain")
+
+
+def test_each_largest_number_of_shards_is_counted():
+    config = TrainConfig(**SETTINGS | {"dataset": "synthetic:planted:n=2000"}, out="off")
+    answers = []
+    for questions in ([(2, 2), (8, 8)], [(8, 8)]):
+        planner = Asking(questions)
+        prepare(config, World.alone(), planner=planner)
+        answers.append(planner.answers[-1])
+    assert answers[0] == answers[1] > 0
+
+
+def test_the_peak_of_the_setup_is_no_memory_of_a_device():
+    config = TrainConfig(**SETTINGS | {"dataset": "synthetic:planted:n=2000"}, out="off")
+    prepared = prepare(replace(config, shards=16, layers=1), World.alone())
+    found = memory_by_rank(prepared)
+    assert max(estimate.setup for estimate in found) > 0
+    sizes = scenario_of(prepared).memory_bytes
+    assert sizes == [estimate.total - estimate.setup for estimate in found]
 
 
 @pytest.mark.parametrize(

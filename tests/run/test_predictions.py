@@ -170,7 +170,7 @@ def test_nothing_is_overwritten_or_left_behind(trained, tmp_path, monkeypatch, c
         assert len(list(tmp_path.glob("new.npy.*.partial"))) == 1
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gnnpipe.train.trainer.results_by_chunk", interrupted)
+    monkeypatch.setattr("gnnpipe.train.evaluate.results_by_chunk", interrupted)
     assert main(["predict", str(trained / "run"), "--out", str(tmp_path / "new.npy")]) == 130
     assert [file.name for file in tmp_path.iterdir()] == ["there.npy"]
 

@@ -6,8 +6,10 @@ from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe import Trainer
 from gnnpipe.ops import norm_relu_blocks
+from gnnpipe.plan import Plan, StagePlan
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
+from gnnpipe.setup.build import build_rank
 
 OURS = ("gcn", "sage", "gcnii", "resgcn", "gat")
 
@@ -65,6 +67,21 @@ def on_ranks(shape):
 @pytest.mark.parametrize("shape", [(2, 1, 3), (1, 2, 3), (2, 2, 3)])
 def test_same_bits_on_ranks(shape):
     assert all(run_ranks(on_ranks, shape[0] * shape[1], shape))
+
+
+@pytest.mark.parametrize("model", OURS)
+def test_a_plan_recomputes_as_the_flag_does(model):
+    """Only the stage of the plan that says so keeps no tensors."""
+    plan = Plan((StagePlan((0, 1, 2, 3), (0,), (1.0,), recompute=True),), 3, "fill-drain")
+    config = quick_config(model=model, layers=4, hidden=8, dtype="float32")
+    trainer = Trainer(config, graph=small_graph(sparse=True), plan=plan)
+    losses = [row.loss for row in trainer.fit().history]
+    again, weights = losses_and_weights((1, 1, 3), model, True)
+    assert losses == again
+    found = trainer.model.state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in weights.items())
+    mesh, prepared = trainer._setup()
+    assert build_rank(prepared, mesh).executor.stage.recompute
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

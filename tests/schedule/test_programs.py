@@ -164,7 +164,7 @@ BAD_PLANS = [
     ("[]", "not a plan"),
     ('{"version": 9}', "another version"),
     ('{"version": 3, "stages": [[0, 2]]}', "another version"),
-    ('{"version": 5, "stages": [[0, 2]]}', "not a plan"),
+    ('{"version": 6, "stages": [[0, 2]]}', "not a plan"),
     (chain(2, 2).plan.to_json().replace('"chunks": 2', '"chunks": 0'), "at least 1"),
     (chain(2, 2).plan.to_json().replace("1.0", "0.5"), "shares of stage 0"),
     (

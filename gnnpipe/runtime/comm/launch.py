@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from gnnpipe.errors import InputError
 
@@ -33,6 +33,22 @@ def launched_rank(environment: Mapping[str, str] = os.environ) -> int:
 def launched_local_rank(environment: Mapping[str, str] = os.environ) -> int:
     """Return the number of this rank on its machine, 0 without torchrun."""
     return _whole(environment, "LOCAL_RANK", 0, MOST_RANKS, missing=0)
+
+
+def keep_ranks(count: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables of a launch of the first ``count`` ranks, of which this is one.
+
+    Later runs of this process then wait for these ranks only.
+
+    >>> variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    >>> keep_ranks(2, variables)
+    >>> variables["WORLD_SIZE"], variables["LOCAL_WORLD_SIZE"]
+    ('2', '2')
+    """
+    first_here = launched_rank(environment) - launched_local_rank(environment)
+    environment["WORLD_SIZE"] = str(count)
+    if here := environment.get("LOCAL_WORLD_SIZE"):
+        environment["LOCAL_WORLD_SIZE"] = str(min(int(here), count - first_here))
 
 
 def check_rendezvous(environment: Mapping[str, str] = os.environ) -> None:

@@ -22,11 +22,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from gnnpipe.errors import InputError
+from gnnpipe.errors import IdleRank, InputError
+from gnnpipe.output import say
 from gnnpipe.runtime.comm.cpu_affinity import on_own_cores
 from gnnpipe.runtime.comm.launch import (
     check_rendezvous,
     disable_flight_recorder,
+    keep_ranks,
     launched_local_rank,
     launched_world_size,
     use_loopback,
@@ -171,9 +173,54 @@ class World:
                 ]
                 raise InputError(f"{'; '.join(texts)}: start every rank with the same settings")
 
+    @property
+    def can_shrink(self) -> bool:
+        """Whether ``keep`` may leave out ranks: not if the user's script made the group."""
+        return self.own_group is not None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the process groups were closed, by ``leave`` or by ``keep``."""
+        return self.own_group is not None and self.own_group is not dist.group.WORLD
+
+    def keep(self, count: int, is_quiet: bool = False) -> World:
+        """Close the groups and return the world of the first ``count`` ranks, on these ranks.
+
+        Every rank must call this. Later runs of this process also have these ranks only.
+
+        Raises:
+            IdleRank: On every other rank, after a line for the user unless ``is_quiet``.
+        """
+        if count == self.world_size:
+            return self
+        assert self.can_shrink
+        self.gather(None)  # no message is in transit
+        # The new group needs the store that this group holds open.
+        store = dist.distributed_c10d._get_default_store()
+        self.leave()
+        if self.rank >= count:
+            uses = f"the plan uses {count} of {_ranks(self.world_size)}"
+            say(f"rank {self.rank}: {uses}; this rank is not needed, and ends", is_quiet)
+            raise IdleRank
+        keep_ranks(count)
+        if count == 1:
+            return World(0, 1, self.device, self.timeout_s)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=self.timeout_s),
+            store=PrefixStore(f"first-{count}", store),
+            rank=self.rank,
+            world_size=count,
+        )
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
+        groups = control, dist.group.WORLD
+        kept = World(self.rank, count, self.device, self.timeout_s, *groups)
+        atexit.register(leave_at_exit, kept)
+        return kept
+
     def leave(self) -> None:
         """Close the process groups of this run; the group of a user's script stays open."""
-        if self.own_group is not None and self.own_group is dist.group.WORLD:
+        if self.own_group is not None and not self.has_left:
             dist.destroy_process_group()
 
     @contextmanager
