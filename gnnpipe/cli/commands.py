@@ -22,7 +22,7 @@ from gnnpipe.tools.doctor import add_flags as add_doctor_flags
 from gnnpipe.tools.doctor import doctor
 from gnnpipe.version import __version__
 
-DATA_SHEETS = "a100 or h100; nvlink3, nvlink4, 10gbe or 100gbe"
+DATA_SHEETS = "p100, v100, a100 or h100; nvlink3, nvlink4, 10gbe or 100gbe"
 
 VERIFY_DEFAULTS = {"epochs": 3, "dtype": "float64"}
 """Defaults of ``verify`` that differ from those of ``train``."""

@@ -71,6 +71,21 @@ class DeviceGroup:
         shares: Floats = self.speeds / self.speeds.sum()
         return shares
 
+    def averaged(self, shares: Floats) -> Floats:
+        """Return the mean share of devices that can replace each other, [G].
+
+        Such devices are equal, on machines of equal devices. A sum of maxima does not grow by it.
+        """
+        both = list(zip(self.speeds.tolist(), self.memory_speeds.tolist(), strict=True))
+        mates = [tuple(sorted(both[j] for j in np.flatnonzero(row))) for row in self.machines]
+        machine = self.machines.argmax(0)
+        keys = [(both[g], mates[machine[g]]) for g in range(self.count)]
+        found = shares.copy()
+        for key in set(keys):
+            members = [g for g in range(self.count) if keys[g] == key]
+            found[members] = shares[members].mean()
+        return found
+
 
 @dataclass(frozen=True, eq=False)
 class Shares:

@@ -80,81 +80,90 @@ class _Tables:
                 self.readers[value].append(i)
         self.last_read = {value: max(found, default=-1) for value, found in self.readers.items()}
         self.least_s = [costs.least_compute_s(op) for op in self.ops]
-        self._reach: dict[tuple[tuple[float, ...], ...], dict[State, dict[State, float]]] = {}
-        self.reach_s = {op.name: self._shortest(op.name) for op in self.ops}
+        self._reach: dict[tuple[float, ...], list[list[float]]] = {}
+        self.reach_s = {op.name: self._sets(op.name) for op in self.ops}
 
-    def _shortest(self, value: str) -> dict[State, dict[State, float]]:
-        """Return the least cost of conversions between any two states."""
-        key = tuple((time_s,) for _, time_s in self.moves[value])
+    def _sets(self, value: str) -> list[list[float]]:
+        """Return the least cost of conversions from one set of states to a larger one."""
+        key = tuple(time_s for _, time_s in self.moves[value])
         if key not in self._reach:
-            found = {a: {b: 0.0 if a is b else math.inf for b in State} for a in State}
-            for conversion, time_s in self.moves[value]:
-                from_s = found[conversion.source]
-                from_s[conversion.target] = min(from_s[conversion.target], time_s)
-            for via in State:
-                for a in State:
-                    for b in State:
-                        found[a][b] = min(found[a][b], found[a][via] + found[via][b])
+            sets = 1 << len(State)
+            moves = [(_bit(c.source), _bit(c.target), time_s) for c, time_s in self.moves[value]]
+            found = [[math.inf] * sets for _ in range(sets)]
+            for start, from_s in enumerate(found):
+                from_s[start] = 0.0
+                # A conversion makes the set, and so its number, larger.
+                for there in range(start, sets):
+                    if from_s[there] == math.inf:
+                        continue
+                    for source, target, time_s in moves:
+                        if there & source:
+                            more = there | target
+                            from_s[more] = min(from_s[more], from_s[there] + time_s)
             self._reach[key] = found
         return self._reach[key]
 
 
-class _ChainBound:
-    """Lower bound by the cheapest chain from every value to the end.
+_BITS = {state: 1 << i for i, state in enumerate(State)}
 
-    A program's conversions of a value cost at least the mean, over the value's readers, of the way
-    to the state that the reader needs; and the cost of an op and of all behind it is divided among
-    the op's inputs. So the sum over the values that are there is never more than what is left, and
-    on a chain of ops it is exactly that.
+
+def _bit(state: State) -> int:
+    """Return the set of one state, as a bit mask."""
+    return _BITS[state]
+
+
+class _ChainBound:
+    """Lower bound by the cheapest way of every value to the end.
+
+    For each value that is there, the best set of states is chosen for all of its readers, and for
+    each reader the best rule among those states. The cost of a reader and of all behind it is
+    divided equally among its inputs, each of which chooses for itself; so the sum over values is
+    never more than what is left, and on a chain of ops it is exactly that.
     """
 
     def __init__(self, tables: _Tables) -> None:
         self.tables = tables
-        self._after: dict[str, dict[State, float]] = {}
-        self._via: dict[tuple[int, str], dict[State, float]] = {}
-        for i in reversed(range(len(tables.ops))):
-            op = tables.ops[i]
-            readers = tables.readers[op.name]
-            for reader in readers:
-                self._via[reader, op.name] = self._through(reader, op.name)
-            self._after[op.name] = {
-                s: sum(self._via[reader, op.name][s] for reader in readers) for s in State
-            }
+        self._known: dict[tuple[str, int, int], float] = {}
+        # By reader: the state that a rule needs, and the cost from there on for one input.
+        self._rules: list[list[tuple[int, float]]] = [[] for _ in tables.ops]
         # Features that are loaded later.
         self._loaded_s = [0.0] * (len(tables.ops) + 1)
         for i in reversed(range(len(tables.ops))):
-            op, later = tables.ops[i], self._loaded_s[i + 1]
+            op = tables.ops[i]
+            behind = [
+                (rule, time_s + self._value_s(op.name, _bit(rule.gives), 0))
+                for rule, time_s in tables.rules[i]
+            ]
+            self._loaded_s[i] = self._loaded_s[i + 1]
             if not op.inputs:
-                later += min(self._after[op.name][rule.gives] for rule, _ in tables.rules[i])
-            self._loaded_s[i] = later
+                self._loaded_s[i] += min(time_s for _, time_s in behind)
+            parts = len(set(op.inputs)) or 1
+            self._rules[i] = [(_bit(r.needs), t / parts) for r, t in behind if r.needs is not None]
 
-    def _through(self, reader: int, value: str) -> dict[State, float]:
-        """Return the cost of one reader of a value and of what follows, by state of the value."""
-        tables = self.tables
-        op = tables.ops[reader]
-        part, inputs = 1 / len(tables.readers[value]), len(set(op.inputs))
-        reach_s, behind = tables.reach_s[value], self._after[op.name]
-        own = [
-            (rule.needs, (time_s + behind[rule.gives]) / inputs)
-            for rule, time_s in tables.rules[reader]
-        ]
-        return {
-            s: min(part * reach_s[s][needs] + rest_s for needs, rest_s in own if needs is not None)
-            for s in State
-        }
+    def _value_s(self, value: str, there: int, position: int) -> float:
+        """Return the bound for the readers of a value from ``position`` on."""
+        readers = [r for r in self.tables.readers[value] if r >= position]
+        key = value, there, len(readers)
+        if key not in self._known:
+            best_s = math.inf
+            for states, time_s in enumerate(self.tables.reach_s[value][there]):
+                if time_s >= best_s:
+                    continue
+                for reader in readers:
+                    rules = self._rules[reader]
+                    time_s += min((t for needs, t in rules if needs & states), default=math.inf)
+                best_s = min(best_s, time_s)
+            self._known[key] = best_s
+        return self._known[key]
 
     def left_s(self, position: int, properties: frozenset[Property]) -> float:
         """Return the bound for a state of the search."""
-        states: dict[str, list[State]] = {}
+        states: dict[str, int] = {}
         for value, state in properties:
-            states.setdefault(value, []).append(state)
-        left_s = self._loaded_s[position]
-        for value, there in states.items():
-            for reader in self.tables.readers[value]:
-                if reader >= position:
-                    via = self._via[reader, value]
-                    left_s += min(via[state] for state in there)
-        return left_s
+            states[value] = states.get(value, 0) | _bit(state)
+        values = (self._value_s(value, there, position) for value, there in states.items())
+        # The exact sum does not depend on the order of a set.
+        return math.fsum((self._loaded_s[position], *values))
 
 
 def _bound(kind: Bound, tables: _Tables) -> Callable[[int, frozenset[Property]], float]:
@@ -268,17 +277,17 @@ def best_shares(parts: Sequence[Maximum], group_size: int) -> Shares:
     groups = list(weights.values())
     if not groups:
         return Shares.alike(np.full(n, 1 / n))
-    rows, limits = [], []
+    terms, limits = [], []
     for k, group in enumerate(groups):
         one = group[0]
         above = np.zeros((len(one.terms), len(groups)))
         above[:, k] = -1.0
-        rows.append(np.concatenate([one.terms, above], axis=1))
+        terms.append(np.concatenate([one.terms, above], axis=1))
         limits.append(-one.offsets)
     sums = np.zeros((2, 2 * n + len(groups)))
     sums[0, :n] = sums[1, n : 2 * n] = 1.0
     scale = max(float(np.abs(one[0].terms).max()) for one in groups)
-    matrix = np.concatenate(rows)
+    matrix = np.concatenate(terms)
     matrix[:, : 2 * n] /= scale
     found = linprog(
         np.concatenate([np.zeros(2 * n), [float(len(group)) for group in groups]]),
@@ -292,7 +301,10 @@ def best_shares(parts: Sequence[Maximum], group_size: int) -> Shares:
     if not found.success:
         raise InputError(f"plan: the linear program of the shares failed: {found.message}")
     both: Floats = np.clip(found.x[: 2 * n], 0.0, 1.0)
-    return Shares(both[:n] / both[:n].sum(), both[n:] / both[n:].sum())
+    rows, columns = both[:n] / both[:n].sum(), both[n:] / both[n:].sum()
+    if not any(one[0].terms[:, n:].any() for one in groups):
+        return Shares.alike(rows)
+    return Shares(rows if any(one[0].terms[:, :n].any() for one in groups) else columns, columns)
 
 
 def rounded(shares: Sequence[float], total: int) -> list[int]:
@@ -350,6 +362,7 @@ def alternate(
         best = ShardedGroup(found, shares, turn, expanded)
         if not moves_shares or costs.group.count == 1:
             break
-        shares = best_shares(costs.program(found.program), costs.group.count)
+        wanted = best_shares(costs.program(found.program), costs.group.count)
+        shares = Shares(*(costs.group.averaged(s) for s in (wanted.rows, wanted.columns)))
     assert best is not None
     return best

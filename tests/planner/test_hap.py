@@ -112,6 +112,14 @@ def test_equal_layers_count_as_often_as_they_are_there():
     assert best_shares([down, down, down, up], 2).rows == pytest.approx([0.25, 0.75])
 
 
+def test_shares_that_cost_nothing_are_those_of_the_others():
+    """Else the next search would see columns that one device has alone."""
+    rows_only = Maximum(np.array([[3.0, 0, 0, 0], [0, 1.0, 0, 0]]), np.zeros(2))
+    assert best_shares([rows_only], 2).columns == pytest.approx([0.25, 0.75])
+    columns_only = Maximum(np.roll(rows_only.terms, 2, axis=1), np.zeros(2))
+    assert best_shares([columns_only], 2).rows == pytest.approx([0.25, 0.75])
+
+
 def test_parts_are_rounded_to_the_largest_deficit():
     assert rounded([0.4, 0.35, 0.25], 10) == [4, 4, 2]
     assert rounded([1, 1, 1], 10) == [4, 3, 3]
