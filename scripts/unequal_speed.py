@@ -1,14 +1,14 @@
 """Epoch times of equal shares and of shares by speed, with one rank at half speed and without.
 
-python scripts/unequal_speed.py run [--data /work/shared/data] [--epochs 8]   # about 15 minutes
+python scripts/unequal_speed.py run [--data DIR] [--turns 3]   # about 15 minutes
 python scripts/unequal_speed.py report                # docs/benchmarks/unequal_speed.md
 
 A cell is a graph, a model and 2 or 3 ranks of one thread each on this machine. Its ranks measure
-speeds, links and the model as `--plan auto` does, while the last rank sleeps as long as each of its
-actions computes (``throttle.py``). Of the planned candidates the fastest with as many stages as
+speeds, links and the model as `--plan auto` does, while the last rank has half of a core
+(``throttle.py``, which needs root). Of the planned candidates the fastest with as many stages as
 ranks (8 chunks) and the fastest with one stage (1 chunk) are trained, beside the same shape with
-equal shares, with the throttle on and off. Predicted times are those that the planner simulates.
-Graphs that are not there are left out. Finished cells are kept in
+equal shares, with the throttle on and off, in turns. Predicted times are those that the planner
+simulates. Graphs that are not there are left out. Finished cells are kept in
 docs/benchmarks/data/unequal_speed.jsonl.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -55,6 +56,8 @@ MODELS: dict[str, dict[str, Any]] = {
 RANKS = (2, 3)
 CHUNKS = {"stages": 8, "shards": 1}
 AIM = 1.25
+EPOCHS = 5
+"""Epochs of every run."""
 
 Row = dict[str, Any]
 
@@ -113,7 +116,7 @@ def equal_plan(shape: str, ranks: int, num_ops: int, like: Plan) -> Plan:
     return replace(like, stages=tuple(stages))
 
 
-def measure(dataset: str, model: str, epochs: int, split: str, out: str) -> None:
+def measure(dataset: str, model: str, turns: int, split: str, out: str) -> None:
     """Measures one cell, on every rank; rank 0 writes it to ``out``."""
     from throttle import throttled
 
@@ -122,7 +125,7 @@ def measure(dataset: str, model: str, epochs: int, split: str, out: str) -> None
         dataset=dataset,
         split=split,
         **MODELS[model],
-        epochs=epochs,
+        epochs=EPOCHS,
         eval_every=0,
         staleness="none",
         out="off",
@@ -137,13 +140,13 @@ def measure(dataset: str, model: str, epochs: int, split: str, out: str) -> None
         with world.on_own_cores():
             prepare(config, world, planner=planner)
     times: Row = {}
-    for state in ("slow", "full"):
+    for state in ("slow", "full") * turns:
         with throttled() if is_slow and state == "slow" else nullcontext():
             for shape, kinds in planner.found.items():
                 for kind, candidate in kinds.items():
                     run = replace(config, chunks=1)
                     result = Trainer(run, plan=candidate.plan, world=world).fit()
-                    times[f"{shape} {kind} {state}"] = result.epoch_time_s
+                    times.setdefault(f"{shape} {kind} {state}", []).append(result.epoch_time_s)
     if world.rank == 0:
         for shape, kinds in planner.found.items():
             for kind, candidate in kinds.items():
@@ -155,7 +158,7 @@ def measure(dataset: str, model: str, epochs: int, split: str, out: str) -> None
     world.leave()
 
 
-def run(data: Path, epochs: int, only: str) -> None:
+def run(data: Path, turns: int, only: str) -> None:
     """Measures all cells that are missing."""
     DATA.parent.mkdir(parents=True, exist_ok=True)
     for graph in [only] if only else GRAPHS:
@@ -174,7 +177,7 @@ def run(data: Path, epochs: int, only: str) -> None:
                     out = Path(place) / "cell.json"
                     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
                     words += ["--nproc-per-node", str(ranks), __file__, "measure"]
-                    words += ["--dataset", dataset, "--model", model, "--epochs", str(epochs)]
+                    words += ["--dataset", dataset, "--model", model, "--turns", str(turns)]
                     words += ["--split", "60/20/20" if is_file else "given", "--out", str(out)]
                     subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
                     row = cell | json.loads(out.read_text(encoding="utf-8"))
@@ -184,24 +187,34 @@ def run(data: Path, epochs: int, only: str) -> None:
                 print(cell, f"{time.monotonic() - start_s:.0f} s", flush=True)
 
 
+def _spread(values: list[float]) -> str:
+    """Returns the median, and the smallest and the largest value."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
 def line_of(row: Row, shape: str) -> str:
     """Returns the line of a shape of a cell in the table."""
     times = {
         (kind, what): row[f"{shape} {kind} {what}"]
         for kind in ("equal", "planned")
-        for what in ("slow", "full", "predicted")
+        for what in ("slow", "full")
     }
-    gain = {w: times["equal", w] / times["planned", w] for w in ("slow", "full", "predicted")}
+    turns = {
+        what: [a / b for a, b in zip(times["equal", what], times["planned", what], strict=True)]
+        for what in ("slow", "full")
+    }
+    gain = {what: statistics.median(found) for what, found in turns.items()}
+    predicted = row[f"{shape} equal predicted"] / row[f"{shape} planned predicted"]
     plan = row[f"{shape} plan"]
     if shape == "stages":
         words = "/".join(str(ops) for _, ops, _ in sorted(plan)) + " layers"
     else:
         words = "/".join(f"{100 * share:.0f}" for share in plan[0][2]) + " % of the work"
     reached = "yes" if gain["slow"] >= AIM and gain["full"] < 1 else "no"
-    near = "yes" if abs(gain["predicted"] / gain["slow"] - 1) <= 0.15 else "no"
+    near = "yes" if abs(predicted / gain["slow"] - 1) <= 0.15 else "no"
     cells = [row["graph"].partition(",")[0], row["model"], str(row["ranks"]), shape, words]
-    cells += [f"{times['equal', 'slow']:.3f}", f"{times['planned', 'slow']:.3f}"]
-    cells += [f"{gain['slow']:.2f}", f"{gain['predicted']:.2f}", f"{gain['full']:.2f}"]
+    cells += [f"{statistics.median(times[kind, 'slow']):.3f}" for kind in ("equal", "planned")]
+    cells += [_spread(turns["slow"]), f"{predicted:.2f}", _spread(turns["full"])]
     return f"| {' | '.join([*cells, reached, near])} |"
 
 
@@ -218,12 +231,13 @@ def report() -> None:
         "This page compares equal shares with planned ones while one rank has half the speed.",
         "",
         f"`scripts/unequal_speed.py`, {dates[0]} to {dates[-1]}, commit {', '.join(versions)}; a "
-        f"machine of {os.cpu_count()} cores, ranks of one thread. The last rank sleeps as long as "
-        "each of its actions computes. Stages: a rank each, 8 chunks, stale reads without "
-        "technique. Shards: one stage, one chunk. Times are medians of epochs, in seconds. Gain: "
-        "time with equal shares over time with planned shares; without the throttle the same plan "
-        "should be slower (a gain below 1). Predicted: as simulated by the planner from a short "
-        "measurement under the throttle. Measured speed of the slow rank: "
+        f"machine of {os.cpu_count()} cores, ranks of one thread. Linux gives the last rank half "
+        "of a core (`scripts/throttle.py`). Stages: a rank each, 8 chunks, stale reads without "
+        "technique. Shards: one stage, one chunk. All runs take turns. Times are medians of the "
+        f"turns, and of the {EPOCHS} epochs of each, in seconds. Gain: time with equal shares over "
+        "time with planned shares, median (least to most) of the turns; without the throttle the "
+        "same plan should be slower (a gain below 1). Predicted: as simulated by the planner from "
+        "a short measurement under the throttle. Measured speed of the slow rank: "
         f"{speeds[0]:.2f} to {speeds[-1]:.2f}. Aim: a gain of {AIM} with the throttle, and below 1 "
         "without. More ranks than cores share these, which the planner does not predict.",
         "",
@@ -239,15 +253,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("command", choices=["run", "measure", "report"])
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--only", default="", help="one graph")
     for name in ("dataset", "model", "split", "out"):
         parser.add_argument(f"--{name}", default="", help="of measure")
     given = parser.parse_args()
     if given.command == "measure":
-        measure(given.dataset, given.model, given.epochs, given.split, given.out)
+        measure(given.dataset, given.model, given.turns, given.split, given.out)
     elif given.command == "run":
-        run(given.data, given.epochs, given.only)
+        run(given.data, given.turns, given.only)
     else:
         report()
 
