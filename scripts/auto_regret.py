@@ -2,20 +2,23 @@
 
 Every case is a graph given by its sizes, a model and a cluster of data sheets. The sweep simulates
 every candidate of the search; the regret is the time of the chosen plan over that of the best one.
+Cases that are in docs/benchmarks/data/auto_regret.jsonl are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmark_files import read_rows
 from branched_models import Branches
+from fidelity import commit
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.perf.hardware import LINKS
@@ -29,6 +32,7 @@ LIMIT = 0.05
 """The regret that a plan may have."""
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "auto.md"
+DATA = PAGE.parent / "data" / "auto_regret.jsonl"
 
 GRAPHS = {
     "reddit": GraphShape(233_000, 114_600_000, 602, 41, halo=1.5),
@@ -65,6 +69,8 @@ def _clusters() -> dict[str, Cluster]:
 class _Case:
     """A plan of the search beside the best one."""
 
+    name: str
+    commit: str
     row: str
     regret: float
     closed_form_error: float
@@ -90,6 +96,8 @@ def _case(graph: str, model: str, cluster_name: str, cluster: Cluster) -> _Case:
     chosen = found.best
     regret = max(chosen.simulated_s / best.simulated_s - 1, 0.0)
     return _Case(
+        f"{graph} {model} {cluster_name}",
+        commit(),
         f"| {graph} | {model} | {cluster_name} | {chosen.name} | {chosen.simulated_s:.4g} "
         f"| {best.name} | {best.simulated_s:.4g} | {regret:.1%} | {len(fits)} | {cost_s:.2f} |",
         regret,
@@ -104,9 +112,7 @@ def _page(cases: Sequence[_Case]) -> list[str]:
     """Return the lines of the page."""
     regrets, errors = [c.regret for c in cases], [abs(c.closed_form_error) for c in cases]
     good = sum(regret <= LIMIT for regret in regrets)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    commits = ", ".join(sorted({c.commit for c in cases}))
     machine = platform.processor() or platform.machine()
     return [
         "# Plans of --plan auto beside the best plan",
@@ -115,7 +121,7 @@ def _page(cases: Sequence[_Case]) -> list[str]:
         "all of which were simulated.",
         "",
         f"Written by `python scripts/auto_regret.py` on {time.strftime('%d %B %Y')}, commit "
-        f"{commit}, {machine}. Only the time of the search was measured here (seconds of "
+        f"{commits}, {machine}. Only the time of the search was measured here (seconds of "
         "processor, with the description of the model); all others are simulated.",
         "",
         f"The regret (time of the plan over that of the best, minus 1) is at most {LIMIT:.0%} in "
@@ -151,12 +157,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     only = parser.parse_args().only
-    cases = []
+    cases = [_Case(**row) for row in read_rows(DATA)]
+    known = {case.name for case in cases}
     for cluster_name, cluster in _clusters().items():
         for graph in GRAPHS:
             for model in MODELS:
-                if only in f"{graph} {model} {cluster_name}":
+                name = f"{graph} {model} {cluster_name}"
+                if only in name and name not in known:
                     cases.append(_case(graph, model, cluster_name, cluster))
+                    with DATA.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(asdict(cases[-1])) + "\n")
                     print(cases[-1].row, flush=True)
     if not only:
         PAGE.write_text("\n".join(_page(cases)) + "\n", encoding="utf-8")

@@ -122,6 +122,10 @@ class Cell:
         kinds = RANGES if kind == "all" else [kind]
         return min(self.plans[search, one].epoch_s for one in kinds)
 
+    def least_gain(self, kind: str) -> float:
+        """Time of the better baseline over HAP's."""
+        return min(self.gain("EV", kind), self.gain("CP", kind))
+
     def gain(self, search: str, kind: str) -> float:
         """Time of a search over HAP's."""
         return self.time_s(search, kind) / self.time_s("HAP", kind)
@@ -211,8 +215,8 @@ def page(cells: list[Cell], search_s: float) -> str:
     commit = subprocess.check_output(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True
     ).strip()
-    best = max(c.gain(s, k) for c in cells for s in ("EV", "CP") for k in RANGES)
-    every = max(c.gain(s, "all") for c in cells for s in ("EV", "CP"))
+    best = max(c.least_gain(k) for c in cells for k in RANGES)
+    every = max(c.least_gain("all") for c in cells)
     return (
         "\n".join(
             [
@@ -226,8 +230,9 @@ def page(cells: list[Cell], search_s: float) -> str:
                 "processor for all searches. **Nothing on this page is measured**: all times are "
                 "those of the planner's cost formulas.",
                 "",
-                f"The largest gain is {best:.2f} within graph parallelism or pipelines, and "
-                f"{every:.2f} over all shapes; HAP's paper reports up to 2.41, for other models.",
+                f"The largest gain over the better of EV and CP is {best:.2f} within graph "
+                f"parallelism or pipelines, and {every:.2f} over all shapes; HAP's paper reports "
+                "up to 2.41, for other models.",
                 "",
                 *assumptions(),
                 "",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +21,16 @@ import numpy.typing as npt
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, LARGE_BYTES, ROW_EXCHANGES, SHARD_SUMS
 from gnnpipe.errors import InputError
 from gnnpipe.perf.memory import estimate_memory
+from gnnpipe.perf.parts import column_work
 from gnnpipe.perf.profile import LinkTimes, OpTimes
 from gnnpipe.perf.volume import fit_numbers
 from gnnpipe.perf.workload import STALE_SHARE, Workload
-from gnnpipe.plan import ModelGraph, Op, Plan, StageDag, StagePlan
+from gnnpipe.plan import ModelGraph, Op, Plan, RowWay, StageDag, StagePlan
 from gnnpipe.plan.cluster import Cluster, Link
+
+COLUMNS_GAIN = 0.9
+"""Rows travel by columns if the time of an op falls below this part of it: the closed form takes
+the exchanges of columns as overlapping as well as those of a halo, which they do not quite."""
 
 Seconds = npt.NDArray[np.float64]
 
@@ -46,6 +52,8 @@ class Group(NamedTuple):
     """Slowest link between two of the devices; None: the links of the profile."""
     recompute: bool = False
     """The stage keeps only the inputs of its steps until backward."""
+    by_columns: frozenset[int] = frozenset()
+    """Ops whose rows travel by columns (``RowWay.COLUMNS``), also of other stages."""
 
     @classmethod
     def even(cls, shards: int, link: Link | None) -> Group:
@@ -63,7 +71,9 @@ class _OpCosts(NamedTuple):
     """Time that is in proportion to the size of a chunk."""
     backward_s: Seconds
     pull_s: Seconds
-    """The part of ``backward_s`` during which the gradients of halo rows arrive."""
+    """The part of ``backward_s`` during which the gradients of halo rows arrive, that of edges."""
+    forward_edges_s: Seconds
+    """The part of ``forward_s`` that is in proportion to the edges."""
 
 
 class ClosedForm:
@@ -76,6 +86,7 @@ class ClosedForm:
         self._compute = workload.profile.compute_of(workload.ranks_at_once)
         self._prefixes: dict[Group, tuple[Seconds, Seconds]] = {}
         self._found_costs: dict[tuple[bool, bool], _OpCosts] = {}
+        self._ways: dict[Group, frozenset[int]] = {}
         self._memory: dict[tuple[object, ...], int] = {}
 
     @property
@@ -106,10 +117,11 @@ class ClosedForm:
 
     def memory_bytes(self, ops: Sequence[int], shards: int, in_flight: int) -> int:
         """Memory of each device of a stage that holds ``in_flight`` chunks for backward."""
-        return self.shard_memory_bytes(ops, shards, 1 / shards, in_flight)
+        ways = dict.fromkeys(self._even(shards).by_columns, RowWay.COLUMNS)
+        return self.shard_memory_bytes(ops, shards, 1 / shards, in_flight, ways=ways)
 
     def _even(self, shards: int) -> Group:
-        return Group.even(shards, self._link)
+        return self.with_ways(Group.even(shards, self._link))
 
     @property
     def _link(self) -> Link | None:
@@ -118,12 +130,16 @@ class ClosedForm:
 
     # Stages of given devices.
 
-    def group(self, stage: StagePlan) -> Group:
-        """Return the devices of a stage; ranks are devices of the cluster."""
+    def group(self, stage: StagePlan, by_columns: Collection[int] = ()) -> Group:
+        """Return the devices of a stage; ranks are devices of the cluster.
+
+        ``by_columns``: ops whose rows travel by columns.
+        """
         cluster, shards = self.workload.cluster, len(stage.ranks)
+        moved = frozenset(by_columns if shards > 1 else ())
         if cluster is None:
             most = max(stage.shares)
-            return Group(shards, 1.0, most, most, None, stage.recompute)
+            return Group(shards, 1.0, most, most, None, stage.recompute, moved)
         speeds = [cluster.devices[rank].speed for rank in stage.ranks]
         return Group(
             shards,
@@ -132,7 +148,30 @@ class ClosedForm:
             max(stage.shares),
             slowest_link(cluster, stage.ranks),
             stage.recompute,
+            moved,
         )
+
+    def with_ways(self, group: Group) -> Group:
+        """Return the group with rows that travel by columns wherever this is faster."""
+        if not self.is_exact or group.shards == 1:
+            return group
+        if group not in self._ways:
+            can = [
+                i for i, op in enumerate(self.model.ops) if not op.reason_against(RowWay.COLUMNS)
+            ]
+            pairs = (group._replace(by_columns=frozenset(ops)) for ops in ((), can))
+            halo, columns = (np.add(*self._op_times(one)) for one in pairs)
+            self._ways[group] = frozenset(i for i in can if columns[i] < COLUMNS_GAIN * halo[i])
+        return group._replace(by_columns=self._ways[group])
+
+    def ways(self, stages: Sequence[StagePlan]) -> dict[int, RowWay]:
+        """Return the ops of the stages whose rows travel faster by columns, for ``Plan.ways``."""
+        groups = [(stage.ops, self.with_ways(self.group(stage))) for stage in stages]
+        return {
+            op: RowWay.COLUMNS
+            for ops, group in groups
+            for op in sorted(group.by_columns & set(ops))
+        }
 
     def pass_s(self, ops: Sequence[int], group: Group) -> tuple[float, float]:
         """Return the times of forward and backward of one chunk in a stage."""
@@ -178,12 +217,52 @@ class ClosedForm:
             if op.is_mean:
                 exchange[i] = self._sum_s(op.push_width * SUM_BYTES, group)
         arrives = np.maximum(exchange - costs.pull_s * part, 0.0)
+        again = exchange * 0.0
+        if group.by_columns:
+            moved = self._column_times(numbers, group)
+            for i in group.by_columns:
+                exchange[i], again[i], busy[i], copied[i] = (times[i] for times in moved)
+                arrives[i] = exchange[i]
+                more = (self._column_work(model.ops[i], group) - group.work) / chunks
+                forward[i] += more * costs.forward_edges_s[i]
+                backward[i] += more * costs.pull_s[i]
         if self.is_exact and chunks > 1:
             # The exchange of a chunk overlaps with the same step of the next chunk.
             later = (chunks - 1) / chunks
             arrives = arrives / chunks + later * np.maximum(exchange - backward, 0.0)
             exchange = exchange / chunks + later * np.maximum(exchange - forward, 0.0)
-        return forward + copied + exchange + busy, backward + copied + arrives + busy
+        waits = copied + busy + again
+        return forward + exchange + waits, backward + arrives + waits
+
+    def _column_work(self, op: Op, group: Group) -> float:
+        """Return ``Group.work`` of the work on edges by columns.
+
+        The device with the largest share has the most columns; the slowest one reads at least as
+        much as for one column.
+        """
+        own = np.array([group.share * op.push_width, 1.0])
+        found = column_work(own, op.push_width, self.workload.memory.row_bytes)
+        most, least = float(found[0]), float(found[1])
+        return max(most * group.work / group.share, least * group.slowdown)
+
+    def _column_times(self, numbers: Seconds, group: Group) -> tuple[Seconds, ...]:
+        """Return times of rows that travel by columns, one way, [ops] each.
+
+        These are: the exchange of rows for columns; that of the aggregated columns for rows, which
+        is always waited for; the processor time of both; and the copies before and after.
+
+        Args:
+            numbers: [ops] that are pushed in an epoch.
+            group: The devices.
+        """
+        model, table_rows = self.model, self.workload.table_rows
+        read = np.array([table_rows[op.vertex_type] * op.push_width for op in model.ops])
+        # A shard with share s sends s (1 - s) of all numbers.
+        part = group.share * (1 - group.share) * self.workload.memory.row_bytes / self._chunks
+        there, there_busy = self._exchange_times(numbers * part, group)
+        back, back_busy = self._exchange_times(read * part, group)
+        copied = 2 * self._compute.boundary_per_number_s * numbers * group.work / self._chunks
+        return there, back, there_busy + back_busy, copied
 
     def _exchange_times(self, sent: Seconds, group: Group) -> tuple[Seconds, Seconds]:
         """Return the time on the link and the processor time of exchanges of so many bytes."""
@@ -265,7 +344,8 @@ class ClosedForm:
                 size_s += before.time_s(before_rows, edges_of, before_entries, 0)
             sums.append((base_s, size_s))
         pull_s = times.backward_before.per_edge_s * edges_of * op.aggregates
-        return sums[0][0], sums[1][0], sums[0][1], sums[1][1], pull_s
+        product_s = times.forward_after.per_edge_s * edges_of
+        return sums[0][0], sums[1][0], sums[0][1], sums[1][1], pull_s, product_s
 
     # Work once an epoch.
 
@@ -330,11 +410,13 @@ class ClosedForm:
         share: float,
         in_flight: int | None = None,
         recompute: bool = False,
+        ways: Mapping[int, RowWay] = MappingProxyType({}),
     ) -> int:
         """Return the estimated memory of a rank with this share; by default all chunks are held."""
-        key = self._signature(ops), shards, share, in_flight, recompute
+        own_ways = tuple((op - ops[0], way) for op, way in sorted(ways.items()) if op in set(ops))
+        key = self._signature(ops), shards, share, in_flight, recompute, own_ways
         if key not in self._memory:
-            self._memory[key] = self._estimate(ops, shards, share, in_flight, recompute)
+            self._memory[key] = self._estimate(ops, shards, share, in_flight, recompute, ways)
         return self._memory[key]
 
     def _signature(self, ops: Sequence[int]) -> tuple[object, ...]:
@@ -352,7 +434,13 @@ class ClosedForm:
         )
 
     def _estimate(
-        self, ops: Sequence[int], shards: int, share: float, in_flight: int | None, recompute: bool
+        self,
+        ops: Sequence[int],
+        shards: int,
+        share: float,
+        in_flight: int | None,
+        recompute: bool,
+        ways: Mapping[int, RowWay],
     ) -> int:
         work = self.workload
         own = set(ops)
@@ -371,7 +459,9 @@ class ClosedForm:
             replace(StagePlan.even(p, r), recompute=recompute)
             for p, r in zip(parts, ranks, strict=True)
         )
-        dag = StageDag.of(Plan(stages, self._chunks, "fill-drain"), self.model)
+        own_ways = {op: way for op, way in ways.items() if op in own}
+        plan = Plan(stages, self._chunks, "fill-drain", ways=own_ways)
+        dag = StageDag.of(plan, self.model)
         sizes = work.shard_sizes(share, shards, self.is_exact)
         settings = replace(
             work.memory,
@@ -387,7 +477,8 @@ class ClosedForm:
     def time_s(self, dag: StageDag) -> float:
         """Return the time of an epoch of a plan with these chunks."""
         plan, chunks = dag.plan, self._chunks
-        stages = [(stage.ops, self.group(stage)) for stage in plan.stages]
+        moved = [op for op, way in plan.ways.items() if way is RowWay.COLUMNS]
+        stages = [(stage.ops, self.group(stage, moved)) for stage in plan.stages]
         passes = [self.pass_s(*stage) for stage in stages]
         hops = self._hops(dag)
         probes = [(0.0, 0.0)] * len(stages)

@@ -51,8 +51,9 @@ class LinkSheet:
 
 
 DEVICES = {
-    "v100": DeviceSheet(15.7e12, 125e12, 0.9e12, 16 * 10**9, "NVIDIA V100 data sheet, SXM2 16 GB"),
-    "p100": DeviceSheet(10.6e12, 21.2e12, 0.732e12, 16 * 10**9, "NVIDIA P100 data sheet, SXM2"),
+    # V100 and P100 have no instructions for bfloat16: the speed of float32.
+    "v100": DeviceSheet(15.7e12, 15.7e12, 0.9e12, 16 * 10**9, "NVIDIA V100 data sheet, SXM2 16 GB"),
+    "p100": DeviceSheet(10.6e12, 10.6e12, 0.732e12, 16 * 10**9, "NVIDIA P100 data sheet, SXM2"),
     "a100": DeviceSheet(19.5e12, 312e12, 2.039e12, 80 * 10**9, "NVIDIA A100 data sheet, SXM 80 GB"),
     "h100": DeviceSheet(67e12, 989e12, 3.35e12, 80 * 10**9, "NVIDIA H100 data sheet, SXM 80 GB"),
 }

@@ -248,7 +248,9 @@ class RankMemory:
         sizes, entry = self.sizes, _INDEX_BYTES + self.settings.row_bytes
         found = self._whole_matrices()
         if self.is_linear:
-            found += self._matrices() + sizes.probe_edges * entry
+            linear = (op for op in self.ops if op.aggregates and op.is_linear and not op.is_mean)
+            ways = {self._ways[op.name] for op in linear} - {RowWay.COLUMNS}
+            found += len(ways) * self._matrices() + sizes.probe_edges * entry
         if self.has_blocks:
             found += 16 * (self.entries + sizes.probe_edges)
             # Attention without messages also stores the edges by source, with self-loops.

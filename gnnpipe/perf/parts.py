@@ -15,6 +15,7 @@ from gnnpipe.perf.volume import ShardRows
 from gnnpipe.plan import ModelGraph, Op, ShardSplit
 
 Counts = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 class Side(StrEnum):
@@ -51,6 +52,27 @@ def step_parts(
 
 def _no_counts() -> Counts:
     return np.zeros((0, 0), dtype=np.int64)
+
+
+INDEX_BYTES = 8
+"""Bytes of an edge's column and weight, which are read for any number of columns (assumed)."""
+SECTOR_BYTES = 32
+"""Bytes of a row that are read at least (assumed)."""
+
+
+def column_work(own: Floats, width: int, number_bytes: int) -> Floats:
+    """Return the work of aggregating some columns, relative to all columns.
+
+    It grows with the bytes that are read for an edge: its index, and the columns of a row.
+
+    Args:
+        own: [G] numbers of columns.
+        width: F.
+        number_bytes: Of a number in the rows.
+    """
+    read = np.maximum(own * number_bytes, min(SECTOR_BYTES, width * number_bytes)) + INDEX_BYTES
+    found: Floats = (own > 0) * read / (width * number_bytes + INDEX_BYTES)
+    return found
 
 
 @dataclass(frozen=True)

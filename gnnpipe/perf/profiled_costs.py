@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from gnnpipe.collectives import LinkUse
 from gnnpipe.errors import InputError
-from gnnpipe.perf.parts import Part, PlanSizes, Side, step_parts
+from gnnpipe.perf.parts import Part, PlanSizes, Side, column_work, step_parts
 from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
 from gnnpipe.perf.simulate import TaskKind
 from gnnpipe.perf.volume import ColumnNumbers, fit_numbers
@@ -245,8 +245,8 @@ class ProfiledCosts:
         edges = self._sizes.stages[stage].columns(op, part.side)[1].astype(np.float64)
         if self.plan.way(part.op) is not RowWay.COLUMNS:
             return edges
-        own = np.diff(column_bounds(op.push_width, shares)) / op.push_width
-        return np.outer(own, edges.sum(0))
+        own = np.diff(column_bounds(op.push_width, shares)).astype(np.float64)
+        return np.outer(column_work(own, op.push_width, self._row_bytes), edges.sum(0))
 
     def _part_times(self, way: Direction, part: Part) -> Affine:
         found: Affine = getattr(self._ops[part.op], f"{WAYS[way]}_{part.side}")

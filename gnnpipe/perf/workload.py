@@ -178,6 +178,9 @@ class Workload:
             probe_rows=dict.fromkeys(self.table_rows, math.ceil(probes * share)),
             probe_edges=math.ceil(probes * share * edges / vertices),
             probe_feature_entries=math.ceil(probes * share * entries / vertices),
+            graph_rows=self.table_rows,
+            graph_loss_rows=loss,
+            columns_share=share,
         )
 
 

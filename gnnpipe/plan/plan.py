@@ -104,7 +104,7 @@ class StagePlan:
     ops: tuple[int, ...]
     """Indices of its ops in ``ModelGraph.ops``, ascending."""
     ranks: tuple[int, ...]
-    """Its ranks, by shard."""
+    """Its ranks, ascending, by shard."""
     shares: tuple[float, ...]
     """The part of the work of every chunk that each shard gets; the shares sum to 1.
 
@@ -171,6 +171,12 @@ class Plan:
                 "plan: every rank from 0 on must be in exactly one stage, and no stage may be empty"
             )
         for i, stage in enumerate(self.stages):
+            # Process groups number their ranks in ascending order.
+            if list(stage.ranks) != sorted(stage.ranks):
+                raise InputError(
+                    f"plan: the ranks of stage {i} are {list(stage.ranks)}; list them in ascending "
+                    "order, and their shares in the same order"
+                )
             shares = stage.shares
             is_whole = len(shares) == len(stage.ranks) and math.isclose(sum(shares), 1)
             if not is_whole or min(shares) <= 0:

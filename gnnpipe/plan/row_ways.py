@@ -13,8 +13,8 @@ class RowWay(StrEnum):
     HALO = "halo"
     """Each shard gets exactly the rows that its own rows read."""
     GATHER = "gather"
-    """Each shard gets all rows of the others (all-gather). Never fewer bytes than by halo, but
-    independent of the edges, which may then be others in every epoch."""
+    """Each shard sends all of its rows to all others. Never fewer bytes than by halo, but it does
+    not depend on the edges, which may differ in every epoch."""
     COLUMNS = "columns"
     """All-to-all from rows to columns: each shard gets its columns of all rows, multiplies them
     with the matrix of the whole graph, and an all-to-all brings the rows back (NeutronTP). For

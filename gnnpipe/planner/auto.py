@@ -3,7 +3,9 @@
 Candidates are all numbers of devices W = S x G, numbers of chunks K in powers of two, exact and
 stale schedules, orders of unequal devices along the stages and shares of their rows. Stages are
 cut by the times of the ops on the devices of each stage. The closed form ranks all candidates; the
-best ``SIMULATED`` that fit into memory are simulated, and the fastest one is the plan.
+best ``SIMULATED`` that fit into memory are simulated, and the fastest one is the plan. In exact
+plans, rows travel by columns where the closed form says that this is faster. Finally the shares of
+unequal devices are searched by a linear program.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from gnnpipe.planner.chain import cut_chain
 from gnnpipe.planner.devices import Slot, arrangements, by_machine, stage_counts
 from gnnpipe.planner.interval import Interval
 from gnnpipe.planner.planner import PLANNERS, PlanRequest, Shape
+from gnnpipe.planner.searched_shares import with_searched_shares
 from gnnpipe.planner.series_parallel import has_branches
 from gnnpipe.planner.stage_search import Limits, StageCosts, as_plan, candidates
 from gnnpipe.planner.unit_dag import UnitDag
@@ -79,10 +82,7 @@ def find_plan(space: SearchSpace) -> FoundPlan:
             fitting[candidate.kind] = min(known, candidate, key=lambda c: c.closed_form_s)
     if not fitting:
         raise _nothing_fits(space, refused)
-    best: list[Candidate] = []
-    for candidate in sorted(fitting.values(), key=lambda c: c.closed_form_s)[:SIMULATED]:
-        if len(best) < 2 or candidate.closed_form_s < MARGIN * best[0].simulated_s:
-            best = sorted([*best, candidate], key=lambda c: c.simulated_s)
+    best = _simulated(fitting.values(), space)
     rounded = _rounded(space, list(fitting.values()))
     return FoundPlan(
         best[0],
@@ -93,6 +93,18 @@ def find_plan(space: SearchSpace) -> FoundPlan:
         time.process_time() - start_s,
         rounded,
     )
+
+
+def _simulated(fitting: Collection[Candidate], space: SearchSpace) -> list[Candidate]:
+    """Return the best candidates by the closed form, simulated, the fastest one first."""
+    best: list[Candidate] = []
+    for candidate in sorted(fitting, key=lambda c: c.closed_form_s)[:SIMULATED]:
+        if len(best) < 2 or candidate.closed_form_s < MARGIN * best[0].simulated_s:
+            best = sorted([*best, candidate], key=lambda c: c.simulated_s)
+    moved = with_searched_shares(best[0])
+    if moved is None or moved.stages_over(space.device_bytes):
+        return best
+    return [min(best[0], moved, key=lambda c: c.simulated_s), *best[1:]]
 
 
 def _rounded(space: SearchSpace, found: Sequence[Candidate]) -> Candidate | None:
@@ -115,11 +127,15 @@ def every_candidate(space: SearchSpace) -> Iterator[Candidate]:
 def fitted(
     candidate: Candidate, planned: Callable[[Collection[int]], Candidate], space: SearchSpace
 ) -> Candidate:
-    """Return the candidate, or one that recomputes in the stages that do not fit otherwise.
+    """Return the candidate, or one whose stages fit.
+
+    In stages that do not fit otherwise, no rows travel by columns, which takes the matrix of the
+    whole graph, and if this is not enough the stages recompute.
 
     ``planned``: returns the candidate for given stages that recompute. If no choice of stages fits,
     the result does not fit either.
     """
+    candidate = candidate.by_halo_if_over(space.device_bytes)
     chosen: frozenset[int] = frozenset()
     for _ in range(RECOMPUTE_ROUNDS if space.can_recompute else 0):
         over = candidate.stages_over(space.device_bytes)
@@ -127,7 +143,7 @@ def fitted(
             break
         # Stages that recompute are slower, so that the ops may be cut differently.
         chosen |= over
-        candidate = planned(chosen)
+        candidate = planned(chosen).by_halo_if_over(space.device_bytes)
     return candidate.without_needless_recomputation(space.device_bytes)
 
 
@@ -166,7 +182,7 @@ class _Shape:
     def least_s(self) -> float:
         """Lower bound of the time of an epoch: stages in perfect balance and free messages."""
         form, stages = self.form, len(self.slots)
-        groups = {form.group(part) for part in self.stages}
+        groups = {form.with_ways(form.group(part)) for part in self.stages}
         passed_s = min(float(sum(prefix[-1] for prefix in form.prefixes(g))) for g in groups)
         if form.is_exact:
             return passed_s * form.chunks
@@ -184,7 +200,7 @@ class _Shape:
         """
         form, work = self.form, self.form.workload
         parts = [replace(part, recompute=i in recomputing) for i, part in enumerate(self.stages)]
-        groups = [form.group(part) for part in parts]
+        groups = [form.with_ways(form.group(part)) for part in parts]
         sums = {group: np.add(*form.prefixes(group)) for group in groups}
         prefixes = [sums[group] for group in groups]
         hops = [0.0] * len(work.cuts)
@@ -192,12 +208,13 @@ class _Shape:
             fewest = min(stage.shards for stage in parts)
             hops = [2 * form.message_s(work.crossing[cut], fewest) for cut in work.cuts]
         runs = cut_chain(prefixes, work.cuts, hops, 1 if form.is_exact else form.chunks)
-        stages = (
+        stages = tuple(
             replace(part, ops=tuple(range(*run))) for run, part in zip(runs, parts, strict=True)
         )
         is_layered = form.is_exact and form.chunks > 1
         schedule = EXACT_SCHEDULE if is_layered else "fill-drain"
-        plan = Plan(tuple(stages), form.chunks, schedule, comm_dtype=work.comm_dtype)
+        ways = form.ways(stages)
+        plan = Plan(stages, form.chunks, schedule, comm_dtype=work.comm_dtype, ways=ways)
         dag, share = StageDag.of(plan, work.model), self.space.exact_share
         return Candidate(plan, self.devices, form, self.exact_form, dag, share)
 
@@ -249,7 +266,7 @@ def _dag_candidates_of(
         exact_form = ClosedForm(workload, chunks, True)
         for stages in candidates(costs, Interval(costs), is_rough=True):
             plan = as_plan(units, stages, chunks, schedule)
-            plan = replace(plan, comm_dtype=work.comm_dtype)
+            plan = replace(plan, comm_dtype=work.comm_dtype, ways=form.ways(plan.stages))
             has_rows = plan.split.num_parts * chunks <= min(work.num_vertices.values())
             if plan.num_ranks == len(chosen) and has_rows:
                 dag = StageDag.of(plan, work.model)

@@ -52,7 +52,7 @@ class SearchSpace:
     may_round: bool = False
     """The plan may have rows in bf16. If not, the result only says what these would gain."""
     in_order: bool = False
-    """Of the devices only the first ones may be chosen, as of the ranks of a run."""
+    """Only the first devices may be chosen, as for the ranks of a run."""
 
     @property
     def workloads(self) -> list[Workload]:
@@ -90,8 +90,9 @@ class Candidate:
         stages, shards, chunks, schedule = self.shape
         depth = f", depth {self.dag.depth}" if self.dag.depth < stages else ""
         recompute = ", recompute" if self.plan.recomputes else ""
+        columns = ", columns" if self.plan.ways else ""
         rows = ", bf16 rows" if self.form.workload.memory.rounds_rows else ""
-        return f"{stages} x {shards} x {chunks} ({schedule}{depth}{recompute}{rows})"
+        return f"{stages} x {shards} x {chunks} ({schedule}{depth}{recompute}{columns}{rows})"
 
     @cached_property
     def closed_form_s(self) -> float:
@@ -126,7 +127,10 @@ class Candidate:
             ranks_at_once=work.ranks_at_once,
             cluster=work.cluster,
         )
-        lanes = alike_shards(self.dag, work.cluster)
+        # Shards with equal shares may have one column more or less.
+        widths = [work.model.ops[op].push_width for op in self.plan.ways]
+        is_even = all(width % self.plan.most_shards == 0 for width in widths)
+        lanes = alike_shards(self.dag, work.cluster) if is_even else None
         return simulate(program_tasks(self.program, costs, lanes=lanes))
 
     @cached_property
@@ -144,8 +148,11 @@ class Candidate:
         return found
 
     def _stage_bytes(self, stage: StagePlan) -> list[int]:
-        shards, size_of = len(stage.ranks), self.form.shard_memory_bytes
-        return [size_of(stage.ops, shards, s, recompute=stage.recompute) for s in stage.shares]
+        shards, size_of, ways = len(stage.ranks), self.form.shard_memory_bytes, self.plan.ways
+        return [
+            size_of(stage.ops, shards, s, recompute=stage.recompute, ways=ways)
+            for s in stage.shares
+        ]
 
     def stages_over(self, device_bytes: Sequence[int]) -> frozenset[int]:
         """Return the stages with a rank that needs more memory than its device has."""
@@ -169,13 +176,25 @@ class Candidate:
             self, plan=plan, dag=StageDag.of(plan, work.model), form=form, exact_form=exact_form
         )
 
+    def with_plan(self, plan: Plan) -> Candidate:
+        """Return another plan for the same work and devices, with as many chunks."""
+        return replace(self, plan=plan, dag=StageDag.of(plan, self.form.model))
+
     def recomputing(self, stages: Collection[int]) -> Candidate:
         """Return the same plan with recomputation in these stages and in no other."""
         parts = tuple(
             replace(stage, recompute=i in stages) for i, stage in enumerate(self.plan.stages)
         )
-        plan = replace(self.plan, stages=parts)
-        return replace(self, plan=plan, dag=StageDag.of(plan, self.form.model))
+        return self.with_plan(replace(self.plan, stages=parts))
+
+    def by_halo_if_over(self, device_bytes: Sequence[int]) -> Candidate:
+        """Return the same plan without rows by columns in stages that do not fit with these."""
+        if not self.plan.ways:
+            return self
+        over = self.stages_over(device_bytes)
+        heavy = {op for i in over for op in self.plan.stages[i].ops}
+        ways = {op: way for op, way in self.plan.ways.items() if op not in heavy}
+        return self.with_plan(replace(self.plan, ways=ways)) if over else self
 
     def without_needless_recomputation(self, device_bytes: Sequence[int]) -> Candidate:
         """Return the same plan, in which stages that fit without recomputation do not recompute."""
@@ -241,11 +260,22 @@ class FoundPlan:
             numbers += ", ..." * (len(chosen) > SHOWN_RANKS)
             yield f"devices of the cluster by rank: {numbers}"
         if any(len(set(stage.shares)) > 1 for stage in plan.stages):
-            yield f"shares of the rows: {_shares_text(plan)}"
+            even = tuple(replace(s, shares=(1 / s.shards,) * s.shards) for s in plan.stages)
+            cost = self._cost_of(replace(plan, stages=even))
+            yield f"shares of the rows: {_shares_text(plan)}; equal shares would cost {cost}"
+        if plan.ways:
+            ops = _runs_text(sorted(plan.ways))
+            cost = self._cost_of(replace(plan, ways={}))
+            yield f"rows travel by columns in {unit}s {ops}; by halo they would cost {cost}"
         if plan.recomputes:
             stages = [str(i) for i, stage in enumerate(plan.stages) if stage.recompute]
             numbers = ", ".join(stages[:SHOWN_RANKS]) + ", ..." * (len(stages) > SHOWN_RANKS)
             yield f"recomputation, without which these stages do not fit into memory: {numbers}"
+
+    def _cost_of(self, plan: Plan) -> str:
+        """Return by how much another plan is slower by simulation, in per cent."""
+        other = self.best.with_plan(plan)
+        return f"{other.simulated_s / self.best.simulated_s - 1:.1%} more time"
 
     def prediction_lines(self) -> Iterator[str]:
         """Yield the time of an epoch and its critical path."""
@@ -297,15 +327,19 @@ def _shares_text(plan: Plan) -> str:
 
 def _stage_text(stage: StagePlan) -> str:
     """Return the ops and ranks of a stage."""
-    firsts = [op for op in stage.ops if op - 1 not in stage.ops]
-    lasts = [op for op in stage.ops if op + 1 not in stage.ops]
-    runs = zip(firsts[:SHOWN_RUNS], lasts, strict=False)
-    ops = ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in runs)
-    ops += ", ..." * (len(firsts) > SHOWN_RUNS)
     ranks = ", ".join(map(str, stage.ranks[:SHOWN_RANKS]))
     if len(stage.ranks) > 2 and stage.ranks == tuple(range(stage.ranks[0], stage.ranks[-1] + 1)):
         ranks = f"{stage.ranks[0]}-{stage.ranks[-1]}"
-    return f"{ops} on rank{'s' * (len(stage.ranks) > 1)} {ranks}"
+    return f"{_runs_text(stage.ops)} on rank{'s' * (len(stage.ranks) > 1)} {ranks}"
+
+
+def _runs_text(ops: Sequence[int]) -> str:
+    """Return ascending ops as runs of consecutive ones."""
+    firsts = [op for op in ops if op - 1 not in ops]
+    lasts = [op for op in ops if op + 1 not in ops]
+    runs = zip(firsts[:SHOWN_RUNS], lasts, strict=False)
+    text = ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in runs)
+    return text + ", ..." * (len(firsts) > SHOWN_RUNS)
 
 
 def what_would_win(best: Candidate, other: Candidate) -> str:

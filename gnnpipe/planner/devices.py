@@ -9,7 +9,7 @@ from gnnpipe.plan.cluster import Cluster
 
 
 def machine_of(cluster: Cluster) -> list[int]:
-    """Return the number of each device's machine, which is that of one of its devices.
+    """Return for each device the number of its machine: that of one device of the machine.
 
     A machine is a set of devices that links faster than the usual one connect.
     """
@@ -87,7 +87,7 @@ def _runs(order: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], 
 def _orders(
     cluster: Cluster, speeds: Sequence[float], sizes: Sequence[int]
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """Return the ranks of the stages in several orders of the devices."""
+    """Return the ranks of the stages, each ascending, in several orders of the devices."""
     machines = by_machine(cluster)
     fastest = sorted(machines, key=lambda device: -speeds[device])
     orders = [machines, machines[::-1], fastest, fastest[::-1]]
@@ -96,7 +96,7 @@ def _orders(
         # Every stage gets the same mixture of fast and slow devices.
         stages = range(len(sizes))
         found += [tuple(tuple(o[i :: len(sizes)]) for i in stages) for o in (machines, fastest)]
-    return found
+    return [tuple(tuple(sorted(group)) for group in groups) for groups in found]
 
 
 def _even(groups: Sequence[tuple[int, ...]]) -> tuple[Slot, ...]:

@@ -6,8 +6,8 @@ compute each kind of op from its inputs, ``CONVERSIONS`` the collectives that ch
 loss is computed as a sum over ranks.
 
 Backward runs the adjoint of every instruction in reverse order, with the gradient of a replicated
-value as a sum over ranks: the adjoint of an all-gather is a reduce-scatter, that of a slice sends
-nothing, and every other collective is its own adjoint.
+value as a sum over ranks: all-gather and reduce-scatter are each other's adjoint, that of a slice
+sends nothing, and every other collective is its own adjoint.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from gnnpipe.errors import InputError
+from gnnpipe.plan import RowWay
 
 
 class State(Enum):
@@ -138,11 +139,18 @@ PLAN_RULES: Mapping[OpKind, tuple[Rule, ...]] = {
         rule
         for rule in rules
         if rule.split is not Split.WHOLE
+        and (rule.needs is not State.REPLICATED)
         and (kind is OpKind.AGGREGATION or State.COLUMNS not in (rule.needs, rule.gives))
+        and rule.gives is not State.REPLICATED
     )
     for kind, rules in RULES.items()
 }
-"""The rules that ``aggregation_ways`` can express: between aggregations, values are rows."""
+"""The rules of plans that can pay: between aggregations, values are rows. All rows are never
+gathered: the runtime sends each of them to every rank, so a halo exchange sends no more."""
+
+
+ROW_WAYS = {State.HALO: RowWay.HALO, State.REPLICATED: RowWay.GATHER, State.COLUMNS: RowWay.COLUMNS}
+"""The way of a plan, by the state in which an aggregation needs its input."""
 
 
 class Collective(Enum):
@@ -212,17 +220,6 @@ class Instruction:
         return f"{self.op}: {words.value} -> {self.gives.state.value}"
 
 
-class Way(Enum):
-    """How rows reach the ranks that aggregate them."""
-
-    HALO = "halo"
-    """Each row is sent to the ranks that read the row."""
-    GATHER = "gather"
-    """All rows are sent to all ranks."""
-    COLUMNS = "columns"
-    """Every rank aggregates some columns over the whole graph."""
-
-
 @dataclass(frozen=True)
 class DistributedProgram:
     """Instructions that compute all ops on a group of ranks."""
@@ -232,7 +229,7 @@ class DistributedProgram:
     no other op."""
     instructions: tuple[Instruction, ...] = field(repr=False)
 
-    def aggregation_ways(self) -> dict[str, Way]:
+    def aggregation_ways(self) -> dict[str, RowWay]:
         """Return the way of every aggregation, by the name of the op of the model.
 
         Raises:
@@ -247,9 +244,8 @@ class DistributedProgram:
                     f"program: {op.name} is computed on every rank as a whole, which a plan cannot "
                     "say; search with PLAN_RULES"
                 )
-            ways = {State.HALO: Way.HALO, State.REPLICATED: Way.GATHER, State.COLUMNS: Way.COLUMNS}
             assert rule.needs is not None
-            found[op.part_of or op.name] = ways[rule.needs]
+            found[op.part_of or op.name] = ROW_WAYS[rule.needs]
         return found
 
     def chosen_rules(self) -> list[tuple[PrimitiveOp, Rule]]:

@@ -1,8 +1,8 @@
 """Finds the distributed program and the shares of a group of unequal devices (HAP).
 
 HAP (arXiv 2401.05965): A* over programs with dominance pruning, and a linear program for the
-shares, in turns until nothing falls. HAP's release searches with the bound 0; here the cost that is
-left is bounded by ``Bound``.
+shares, alternately, until the time no longer falls. HAP's release searches with the bound 0; here
+the cost that is left is bounded by ``Bound``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
 
@@ -196,16 +196,19 @@ class _Node:
 
 
 def find_program(
-    costs: ProgramCosts, rules: Rules = RULES, bound: Bound = Bound.CHAINS
+    costs: ProgramCosts,
+    rules: Rules = RULES,
+    bound: Bound = Bound.CHAINS,
+    most_expanded: int = MOST_EXPANDED,
 ) -> SearchedProgram:
     """Return the cheapest program for the shares of ``costs``, by A* over programs.
 
     Ops are computed in their order, and an input is converted just before the first op that needs
-    it so; every program can be brought into this form at the same cost. A state is dropped if
-    another one at the same op has all of its properties and costs no more.
+    it in that state; every program can be brought into this form at the same cost. A state is
+    dropped if another one at the same op has all of its properties and costs no more.
 
     Raises:
-        InputError: After ``MOST_EXPANDED`` states, or if no program exists with these rules.
+        InputError: After ``most_expanded`` states, or if no program exists with these rules.
     """
     check_ops(costs.ops)
     tables = _Tables(costs, rules)
@@ -224,9 +227,9 @@ def find_program(
             return SearchedProgram(program, node.time_s, expanded)
         known[node.position].append((node.properties, node.time_s))
         expanded += 1
-        if expanded > MOST_EXPANDED:
+        if expanded > most_expanded:
             raise InputError(
-                f"plan: the search for a sharding gave up after {MOST_EXPANDED:,} states; give "
+                f"plan: the search for a sharding gave up after {most_expanded:,} states; give "
                 "--stages, --shards and --chunks"
             )
         for other in _successors(node, tables):
@@ -267,6 +270,9 @@ def best_shares(parts: Sequence[Maximum], group_size: int) -> Shares:
     Args:
         parts: The costs of a program's instructions.
         group_size: G.
+
+    Raises:
+        InputError: HiGHS found no optimum.
     """
     n = group_size
     # Layers are alike: equal maxima have one variable with their number as its weight.
@@ -342,6 +348,7 @@ def alternate(
     start: Shares,
     rules: Rules = RULES,
     moves_shares: bool = True,
+    most_expanded: int = MOST_EXPANDED,
 ) -> ShardedGroup:
     """Search a program and its shares in turns until the time stops falling.
 
@@ -350,12 +357,16 @@ def alternate(
         start: The first shares, such as equal ones.
         rules: The rules that programs may use.
         moves_shares: Whether shares are changed at all.
+        most_expanded: States after which a search of a program gives up.
+
+    Raises:
+        InputError: A search gave up, found no program, or the linear program failed.
     """
     best: ShardedGroup | None = None
     shares, expanded = start, 0
     for turn in range(1, MOST_TURNS + 1):
         costs = costs_of(shares)
-        found = find_program(costs, rules)
+        found = find_program(costs, rules, most_expanded=most_expanded)
         expanded += found.expanded
         if best is not None and found.time_s >= best.time_s * (1 - 1e-6):
             break
@@ -365,4 +376,4 @@ def alternate(
         wanted = best_shares(costs.program(found.program), costs.group.count)
         shares = Shares(*(costs.group.averaged(s) for s in (wanted.rows, wanted.columns)))
     assert best is not None
-    return best
+    return replace(best, expanded=expanded)

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from gnnpipe.perf.workload import Workload
+from gnnpipe.plan import RowWay
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner.chain import cut_chain
 from gnnpipe.planner.device_group import DeviceGroup, Floats, Shares
 from gnnpipe.planner.devices import arrangements
-from gnnpipe.planner.distributed_program import (
-    PLAN_RULES,
-    DistributedProgram,
-    OpKind,
-    Rule,
-    State,
-    Way,
-)
-from gnnpipe.planner.hap import Rules, ShardedGroup, alternate, rounded
+from gnnpipe.planner.distributed_program import PLAN_RULES, DistributedProgram, OpKind, Rule, State
+from gnnpipe.planner.hap import MOST_EXPANDED, Rules, ShardedGroup, alternate, rounded
 from gnnpipe.planner.primitive_work import primitive_model
 from gnnpipe.planner.program_costs import GraphSizes, ProgramCosts
 
@@ -69,7 +63,7 @@ class StageOfGroup:
     sharding: ShardedGroup
     """Of the whole model on these devices."""
 
-    def ways(self, workload: Workload) -> dict[str, Way]:
+    def ways(self, workload: Workload) -> dict[str, RowWay]:
         """Return the way of every aggregation of the stage, by the name of its op."""
         names = {op.name for op in workload.model.ops[slice(*self.ops)]}
         ways = self.sharding.found.program.aggregation_ways()
@@ -86,13 +80,21 @@ class GroupedPlan:
 
 
 class GroupPlanner:
-    """Prices stages of a workload on a cluster."""
+    """Estimates the times of stages of a workload on a cluster."""
 
-    def __init__(self, workload: Workload, memory_speeds: Sequence[float] = ()) -> None:
-        """``memory_speeds``: by device, relative to the profiled one; default: ``speed``."""
+    def __init__(
+        self,
+        workload: Workload,
+        memory_speeds: Sequence[float] = (),
+        most_expanded: int = MOST_EXPANDED,
+    ) -> None:
+        """``memory_speeds``: by device, relative to the profiled one; default: ``speed``.
+
+        ``most_expanded``: states after which the search of a program gives up.
+        """
         assert workload.cluster is not None
         self.workload, self.cluster = workload, workload.cluster
-        self.memory_speeds = memory_speeds
+        self.memory_speeds, self.most_expanded = memory_speeds, most_expanded
         self.model = primitive_model(workload)
         self._found: dict[tuple[object, ...], tuple[ShardedGroup, Floats]] = {}
 
@@ -105,7 +107,8 @@ class GroupPlanner:
         rows = sum(work.num_vertices.values()) / chunks
         crossings = rows * (work.halo(group.count) if group.count > 1 else 0.0)
         per_number_s = work.profile.compute_of(work.ranks_at_once).boundary_per_number_s
-        sizes = GraphSizes(rows, crossings, chunks, work.memory.row_bytes, per_number_s)
+        bytes_of = work.memory.row_bytes, work.memory.number_bytes
+        sizes = GraphSizes(rows, crossings, chunks, *bytes_of, per_number_s)
         ops, times = self.model.ops, self.model.work
         return lambda shares: ProgramCosts(ops, times, group, sizes, shares)
 
@@ -115,6 +118,9 @@ class GroupPlanner:
         """Return program and shares of a group, and the prefix sums of the model's ops, [ops + 1].
 
         The times are those of forward and backward of one chunk.
+
+        Raises:
+            InputError: As ``alternate``.
         """
         arrays = group.speeds, group.memory_speeds, group.machines
         links = group.inside_bytes_per_s, group.outside_bytes_per_s, group.latency_s
@@ -126,7 +132,12 @@ class GroupPlanner:
             # The turns may end in different places from equal shares and from shares by speed.
             starts += [group.by_speed] if is_searched and np.ptp(group.speeds) else []
             best = min(
-                (alternate(costs_of, Shares.alike(s), choices.rules, is_searched) for s in starts),
+                (
+                    alternate(
+                        costs_of, Shares.alike(s), choices.rules, is_searched, self.most_expanded
+                    )
+                    for s in starts
+                ),
                 key=lambda one: one.time_s,
             )
             prefix = self._prefix(costs_of(best.shares), best.found.program)
@@ -153,6 +164,9 @@ class GroupPlanner:
     def plan(self, groups: Sequence[tuple[int, ...]], chunks: int, choices: Choices) -> GroupedPlan:
         """Return the stages on these groups of devices, in this order."""
         members = [self.group(ranks) for ranks in groups]
+        if chunks > 1:
+            # With stale rows, rows cannot travel by columns.
+            choices = replace(choices, rules=HALO_RULES)
         found = [self.sharding(group, chunks, choices) for group in members]
         if len(groups) == 1:
             stage = StageOfGroup(groups[0], (0, self.workload.model.num_ops), found[0][0])
@@ -170,7 +184,9 @@ class GroupPlanner:
             Choice.BY_SPEED: [float(group.speeds.sum()) for group in members],
             Choice.SEARCHED: [1 / float(prefix[-1]) for prefix in prefixes],
         }
-        tried = [_runs(weights[choices.cuts], self.workload.model.num_ops)]
+        chosen = Choice if choices.cuts is Choice.SEARCHED else (choices.cuts,)
+        tried = [_runs(weights[choice], self.workload.model.num_ops) for choice in chosen]
+        tried = [runs for runs in tried if all(first in cuts for first, _ in runs[1:])]
         if choices.cuts is Choice.SEARCHED:
             # Messages pass while a stage computes, unless they take longer than the stage.
             tried += [cut_chain(prefixes, cuts, each, chunks) for each in (hops, [0.0] * len(hops))]
@@ -196,7 +212,7 @@ class GroupPlanner:
 
 
 def _runs(weights: Sequence[float], num_ops: int) -> Runs:
-    """Return runs of ops in proportion to the weights, at least one op each."""
+    """Return runs of one op each, and the other ops in proportion to the weights."""
     more = rounded(weights, num_ops - len(weights))
     ends = [0, *accumulate(1 + count for count in more)]
     return tuple(pairwise(ends))

@@ -112,6 +112,10 @@ class _StateSearch:
         suffixes[-1] = [_Suffix(0, 0.0, (), None, None)]
         for small in reversed(range(count - 1)):
             found: list[_Suffix] = []
+            # The units of the state, which stages in front will hold, need devices as well.
+            most = self.costs.limits.devices - self.costs.fewest_devices(
+                self.states[small], target_s
+            )
             for large in range(small + 1, count):
                 if self.states[small] & ~self.states[large]:
                     continue
@@ -119,21 +123,24 @@ class _StateSearch:
                     if self.is_order:
                         break
                     continue
-                found += self._extended(small, large, suffixes[large], target_s)
+                found += self._extended(small, large, suffixes[large], target_s, most)
             suffixes[small] = self._best(found)
         return min(suffixes[0], key=_length, default=None)
 
     def _extended(
-        self, small: int, large: int, suffixes: list[_Suffix], target_s: float
+        self, small: int, large: int, suffixes: list[_Suffix], target_s: float, most: int
     ) -> list[_Suffix]:
-        """Return the suffixes with the stage between two states in front."""
+        """Return the suffixes with the stage between two states in front.
+
+        ``most``: devices that they may have.
+        """
         if not suffixes:
             return []
         step, found = self._step(small, large), []
         for suffix in suffixes:
             behind = max((suffix.lengths[i] for i in step.read_later), default=0.0)
             shards = self.costs.fewest_shards(step.mask, behind, target_s)
-            if not shards or suffix.devices + shards > self.costs.limits.devices:
+            if not shards or suffix.devices + shards > most:
                 continue
             length = behind + self.costs.length(step.mask, shards)
             lengths = tuple(

@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
+from gnnpipe.perf.parts import INDEX_BYTES, SECTOR_BYTES
 from gnnpipe.planner.device_group import DeviceGroup, Floats, Shares
 from gnnpipe.planner.distributed_program import (
     RULES,
@@ -31,11 +32,6 @@ from gnnpipe.planner.distributed_program import (
     State,
 )
 from gnnpipe.planner.primitive_work import Work
-
-INDEX_BYTES = 8
-"""Bytes of an edge's column and weight, which are read for any number of columns."""
-SECTOR_BYTES = 32
-"""Bytes that are read at least of a row that is gathered."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +64,9 @@ class GraphSizes:
     """Pairs (row of a chunk, other device that reads the row), M / K."""
     chunks: int
     number_bytes: int
+    """Of a row that is sent."""
+    weight_bytes: int
+    """Of a weight."""
     boundary_per_number_s: float
     """Copying a number that is sent, on the profiled device."""
 
@@ -140,7 +139,7 @@ class ProgramCosts:
         elif rule.split is Split.BY_COLUMNS:
             cost.append(self._linear(whole, base_s, columns=True))
         if rule.sums_weights and work.num_weights and group.count > 1:
-            size_bytes = 2 * work.num_weights * self.sizes.number_bytes / self.sizes.chunks
+            size_bytes = 2 * work.num_weights * self.sizes.weight_bytes / self.sizes.chunks
             cost.append(self._ring(size_bytes * (1 - 1 / group.count), 0.0))
         return tuple(cost)
 
@@ -292,7 +291,7 @@ class ProgramCosts:
         terms, offsets = link.terms, link.offsets + link.constant
         if hidden.any():
             own = self._linear(hidden).terms
-            # The slowest device has the whole exchange behind its own work.
+            # The device with the least own work waits longest.
             least = own[int(np.argmin(hidden * self.shares.rows))]
             terms = terms - least
         none = np.zeros((1, 2 * n))

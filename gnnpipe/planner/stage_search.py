@@ -135,6 +135,14 @@ class StageCosts:
             self._both_s(mask, shards)[0] <= target_s for shards in self._counts(mask, target_s)
         )
 
+    def fewest_devices(self, mask: int, target_s: float) -> int:
+        """Return a lower bound of the devices on which stages of these units keep to the target."""
+        if not mask:
+            return 0
+        count = self.limits.shard_counts[0]
+        device_s = self._both_s(mask, count)[0] * count
+        return math.ceil(device_s / target_s * (1 - 1e-9))
+
     def _counts(self, mask: int, target_s: float) -> Iterator[int]:
         """Yield the numbers of devices that may be enough: G are at most G times as fast."""
         counts = self.limits.shard_counts

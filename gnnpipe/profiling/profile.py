@@ -132,6 +132,10 @@ def _checked(config: TrainConfig) -> TrainConfig:
             )
     if config.plan not in set(PLANNERS):
         raise InputError(f"--plan {config.plan!r}: a profile serves every plan; leave it out")
+    if config.comm_dtype == "auto":
+        raise InputError(
+            "--comm-dtype auto: the rows of a profile have one type; give same or bf16"
+        )
     check_timed(config)
     # A profile serves every plan, also that of a search.
     return replace(config, plan="uniform")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -43,9 +43,9 @@ from gnnpipe.profiling.scenario import GraphShape, Scenario
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.inputs import number_dtype, row_dtype, settled_config
-from gnnpipe.setup.memory_estimate import memory_settings
+from gnnpipe.setup.memory_estimate import check_memory, memory_settings
 from gnnpipe.setup.prepare import training_programs
-from gnnpipe.setup.prepared import chunk_order
+from gnnpipe.setup.prepared import Prepared, chunk_order
 
 AUTO = "auto"
 """The value of ``--plan`` that searches a plan."""
@@ -318,12 +318,12 @@ class RunPlanner:
         if cluster is not None:
             limits = [device.memory_bytes for device in cluster.devices]
         if world.world_size == 1 and not config.profile:
-            plain = self._found(request, Hardware(), limits, 1)
-            if plain is not None and plain.best.excess(limits) <= 1:
+            plain = self._found(request, Hardware(), limits, is_one_chunk=True)
+            if plain is not None:
                 self.say("plan: 1 stage, 1 shard, 1 chunk: the fastest on one device, and it fits")
                 return plain.plan
         profile, cluster = self._measured(request, cluster)
-        if cluster is not None:
+        if cluster is not None and len({device.speed for device in cluster.devices} | {1.0}) > 1:
             self.speeds[:] = [device.speed for device in cluster.devices]
         hardware = Hardware(profile, None, cluster, world.world_size)
         if world.world_size > 1:
@@ -339,21 +339,35 @@ class RunPlanner:
         request: PlanRequest,
         hardware: Hardware,
         limits: Sequence[int],
-        max_chunks: int = MAX_CHUNKS,
+        is_one_chunk: bool = False,
     ) -> FoundPlan | None:
+        """Return the fastest plan; None if ``is_one_chunk`` and one chunk does not fit."""
         work = workload_of_request(self.config, request, hardware)
-        is_whole = request.is_whole or max_chunks == 1
-        uses_all = not self.world.can_shrink
-        limited = self.config, work, hardware, limits
-        space = search_space(*limited, uses_all=uses_all, is_whole=is_whole)
+        space = search_space(
+            self.config,
+            work,
+            hardware,
+            limits,
+            uses_all=not self.world.can_shrink,
+            is_whole=request.is_whole or is_one_chunk,
+        )
         # If the plan leaves ranks out, the first ones stay.
         space = replace(space, in_order=True)
         try:
             return find_plan(space)
         except InputError:
-            if max_chunks < MAX_CHUNKS:
+            if is_one_chunk:
                 return None
             raise
+
+    def _check_memory(self, prepared: Prepared, mesh: Mesh) -> None:
+        """Raises ``InputError`` on every rank if a rank of ``mesh`` cannot hold the whole model."""
+        try:
+            check_memory(prepared, mesh)
+        except InputError as error:
+            raise InputError(
+                f"--plan auto: every rank measures the whole model: {error}; or give --profile FILE"
+            ) from None
 
     def _given_cluster(self) -> Cluster | None:
         """Returns rank 0's cluster on every rank; ``InputError`` if it has other ranks."""
@@ -375,6 +389,7 @@ class RunPlanner:
         assert request.prepared_with is not None
         num_ops = request.model.num_ops
         mesh = Mesh.of(world, Placement.grid(1, world.world_size))
+        self._check_memory(request.prepared_with(one_stage(num_ops)), mesh)
         start_s = time.perf_counter()
         with Step("measuring the model, to plan", config.quiet, world.rank == 0):
             if cluster is not None:
@@ -392,10 +407,16 @@ class RunPlanner:
             )
             if cluster is None and not speeds.are_equal:
                 cluster = measure_cluster(mesh, speeds, BRIEF)
-        if not speeds.are_equal:
+        if self.cluster is None and not speeds.are_equal:
             self.say(speeds.line())
         self.say(f"measured in {time.perf_counter() - start_s:.2g} s, to plan")
         return profile, cluster
+
+
+def _kept_plan(run: Path | None) -> GivenPlan | None:
+    """Returns the plan in a run folder, if there is one."""
+    path = None if run is None else run / "plan.json"
+    return GivenPlan.read(str(path)) if path is not None and path.exists() else None
 
 
 def run_planner(
@@ -405,20 +426,51 @@ def run_planner(
     resumed: Path | None = None,
     planned_ranks: int = 0,
     replan: bool = False,
-) -> Planner:
+) -> Planner | None:
     """Returns a search, or the plan of the run in folder ``resumed`` if found for as many ranks.
 
-    ``planned_ranks``: ranks of the launch that found this plan, which may use fewer. With
+    None if ``--plan`` is no search.
+
+    ``planned_ranks``: ranks of the run's last launch, of which the plan may use fewer. With
     ``replan`` or a ``cluster`` always a search.
     """
-    if resumed is not None and (resumed / "plan.json").exists():
-        kept = GivenPlan.read(str(resumed / "plan.json"))
-        is_kept = not replan and cluster is None
-        if is_kept and world.world_size in (kept.given.num_ranks, planned_ranks):
+    if config.plan != AUTO:
+        return None
+    # Ranks of other machines may have no run folder, or another one.
+    kept: GivenPlan | None = world.share(on_rank_0(world, lambda: _kept_plan(resumed)))
+    planned_ranks = world.share(planned_ranks)
+    if kept is not None:
+        fits = world.world_size == kept.given.num_ranks
+        fits = fits or (world.world_size == planned_ranks and world.can_shrink)
+        if fits and not replan and cluster is None:
             return kept
         config = settled_config(config, kept.given)  # what changes results stays
     is_quiet = config.quiet or world.rank > 0
     return RunPlanner(config, world, (lambda line: None) if is_quiet else say, cluster)
+
+
+def check_search(config: TrainConfig, plan: Plan | None, given: Mapping[str, bool]) -> None:
+    """``InputError`` for settings of a search, which are ``given`` by name, without a search."""
+    for name, is_given in given.items():
+        if is_given and (plan is not None or config.plan != AUTO):
+            raise InputError(f"{name}: --plan is no search; leave it out, or try --plan {AUTO}")
+
+
+def ranks_of_plan(config: TrainConfig, plan: Plan, world: World) -> World:
+    """Returns the ranks that a plan uses: all, or the first ones of a search (``World.keep``).
+
+    Raises:
+        IdleRank: On the ranks that a searched plan leaves out.
+        InputError: A plan that was not searched has another number of ranks.
+    """
+    if config.plan == AUTO:
+        return world.keep(plan.num_ranks, config.quiet)
+    if plan.num_ranks != world.world_size:
+        raise InputError(
+            f"world: has {world.world_size} ranks, and the plan uses {plan.num_ranks}; give a "
+            "world of as many"
+        )
+    return world
 
 
 def planned_speeds(planner: Planner | None, world: World) -> list[float]:

@@ -148,8 +148,8 @@ class RunFolder:
                     f"--out {str(self.path)!r}: another run has just taken it; give a new folder"
                 ) from None
             self._claim()
-        note_launch(self.path, self._ranks, is_new=not self.is_resumed)
         _replace(self.path / "plan.json", plan.to_json())
+        note_launch(self.path, self._ranks, is_new=not self.is_resumed)
         _replace(self.path / "program.txt", program)
 
     @property

@@ -128,8 +128,10 @@ def resumed_config(run: str | Path, changes: Mapping[str, Any] | None = None) ->
             )
     if changes.get("plan", "uniform") != "uniform":
         # The shape of the run so far; the new plan has one of its own.
-        for name in ("stages", "shards", "chunks"):
+        for name in ("stages", "shards", "chunks", "row_way"):
             values.pop(name, None)
+    if changes.get("plan") == "auto":
+        values.pop("profile", None)  # speeds are measured anew
     # The prediction is not part of the run: the new settings count, and a profile that has been
     # deleted does not prevent resuming.
     if changes.get("profile"):

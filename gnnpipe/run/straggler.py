@@ -45,7 +45,7 @@ class Straggler:
 
     rank: int
     epoch: int
-    """After which the rank was named."""
+    """Epochs done when the rank was named."""
     slowdown: float
     """Quotient of measured and planned compute time, over that of the other ranks."""
     gain: float
@@ -100,14 +100,14 @@ class StragglerWatch:
         self.found += new
         return new
 
-    def _of(self, group: Sequence[int]) -> tuple[Floats, Floats]:
+    def _times_and_work(self, group: Sequence[int]) -> tuple[Floats, Floats]:
         """Return the compute times of a group, [epochs, ranks], and its planned work, [ranks]."""
         times_s = np.array([[times[rank] for rank in group] for times, _ in self._times])
         return times_s, np.array([self.work[rank] for rank in group])
 
     def _slowdowns(self, group: Sequence[int]) -> list[float]:
         """Return the factor by which each rank is slower than the others; 0 if it may be noise."""
-        times_s, work = self._of(group)
+        times_s, work = self._times_and_work(group)
         over = np.log(times_s * np.array([self.speeds[rank] for rank in group]) / work)
         excess = over - _median_of_others(over)
         mean = excess.mean(0)
@@ -118,7 +118,7 @@ class StragglerWatch:
 
     def _gain(self, group: Sequence[int]) -> float:
         """Return the epoch time over that with equal compute times in the group."""
-        times_s, work = self._of(group)
+        times_s, work = self._times_and_work(group)
         epoch_s = statistics.median(epoch_s for _, epoch_s in self._times)
         usual_s = np.median(times_s, axis=0)
         even_s = work.sum() / (work / usual_s).sum()

@@ -1,7 +1,8 @@
 """Sets up a run: inputs -> model -> plan -> partition -> programs.
 
 Allocates only the graph and the model. ``gnnpipe info`` stops here; a run goes on with
-``setup.build``. No step changes the config or the decision of an earlier step.
+``setup.build``. No step changes the decision of an earlier step; ``--comm-dtype auto`` is
+settled once, by the plan.
 """
 
 from __future__ import annotations
@@ -415,9 +416,8 @@ def _check_ways(config: TrainConfig, plan: Plan, program: CheckedProgram) -> Non
     if not program.is_exact and RowWay.COLUMNS in plan.ways.values():
         what = "plan: ways:" if config.row_way == RowWay.HALO else "--row-way"
         raise InputError(
-            f"{what} columns: {plan.chunks} chunks read stale rows, of which no rank has all "
-            "columns, as their forecast and a checkpoint need them; try --staleness exact, one "
-            "chunk, or halo"
+            f"{what} columns: {plan.chunks} chunks read stale rows, whose forecast and checkpoint "
+            "need whole rows; try --staleness exact, one chunk, or halo"
         )
 
 

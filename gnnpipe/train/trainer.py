@@ -34,7 +34,7 @@ from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import GivenPlan, Planner
 from gnnpipe.profiling.links import receive_bandwidth
 from gnnpipe.profiling.predict import Predictor, check_profile_file
-from gnnpipe.profiling.search import AUTO, planned_speeds, run_planner
+from gnnpipe.profiling.search import check_search, planned_speeds, ranks_of_plan, run_planner
 from gnnpipe.run.folder import RunFolder, claim_folder, reclaim_folder
 from gnnpipe.run.predictions import check_new_file, write_predictions
 from gnnpipe.run.progress import Progress
@@ -138,9 +138,7 @@ class Trainer:
         self.config = config
         self._graph, self._model = given, model
         self._planner: Planner | None = None if plan is None else GivenPlan(plan)
-        for name, is_given in (("--cluster", cluster is not None), ("replan", replan)):
-            if is_given and (plan is not None or config.plan != AUTO):
-                raise InputError(f"{name}: only used by --plan {AUTO}, a search; leave it out")
+        check_search(config, plan, {"--cluster": cluster is not None, "replan": replan})
         self._cluster, self._replan = cluster, replan
         self._world, self._loss_fn = world, loss_fn
         self._optimizer, self._scheduler = optimizer, scheduler
@@ -233,7 +231,8 @@ class Trainer:
             settings = {"--resume": self._resume is not None}
             self._world = join_world(self.config, self._planner, **settings)
         if self._world.has_left:
-            raise InputError("world: its ranks have parted; use Trainer.world of the run before")
+            advice = "pass Trainer.world of the run that was planned, or make a new Trainer"
+            raise InputError(f"world: its process group is closed; {advice}")
         return self._world
 
     def _setup(
@@ -244,9 +243,9 @@ class Trainer:
         Ranks that the plan does not use end here (``IdleRank``).
         """
         world = self._join()
-        if self._planner is None and self.config.plan == AUTO:
-            given = self.config, world, self._cluster, *last_run(resumed), self._replan
-            self._planner = run_planner(*given)
+        if self._planner is None:
+            found = *last_run(resumed), self._replan
+            self._planner = run_planner(self.config, world, self._cluster, *found)
         if self._prepared is None:
             with _without_autocast(world):
                 self._prepared = prepare(
@@ -260,7 +259,7 @@ class Trainer:
                     refill_epochs=0 if start is None else start.refill_epochs,
                 )
             plan = self._prepared.plan
-            self._world = world.keep(plan.num_ranks, self.config.quiet)
+            self._world = ranks_of_plan(self.config, plan, world)
             self._mesh = Mesh.of(self._world, plan.placement, plan.collectives)
         assert self._mesh is not None
         return self._mesh, self._prepared

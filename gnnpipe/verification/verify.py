@@ -14,7 +14,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.plan import Plan
 from gnnpipe.planner import GivenPlan, Planner
-from gnnpipe.profiling.search import AUTO, run_planner
+from gnnpipe.profiling.search import ranks_of_plan, run_planner
 from gnnpipe.run.summary import head_lines
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
@@ -93,10 +93,10 @@ def verify(
     check_verifiable(config)
     planner: Planner | None = None if plan is None else GivenPlan(plan)
     met = world or join_world(config, planner)
-    if plan is None and config.plan == AUTO:
-        planner = run_planner(config, met, None)
+    planner = planner or run_planner(config, met)
     prepared = prepare(config, met, graph, detached_copy(model), planner, loss_fn)
     check_trainable(prepared.graph, "verify()", loss_fn)
+    met = ranks_of_plan(config, prepared.plan, met)
     mesh = Mesh.of(met, prepared.plan.placement, prepared.plan.collectives)
     if graph is None and mesh.rank == 0:
         # Read a second time, so that the reference shares nothing with the run.

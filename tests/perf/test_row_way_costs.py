@@ -64,14 +64,15 @@ def test_every_product_is_sent_back(shape):
             assert timeline.end_s[back[0]] <= timeline.start_s[same[0]]
 
 
-def test_the_work_on_edges_is_only_divided_otherwise():
-    """All shards together do the same work on edges; each its share of it."""
+def test_the_work_on_edges_is_divided_by_columns():
+    """Each shard reads the index of every edge, and at least 32 bytes of a row."""
     by_way = {}
     for way in ("halo", "columns"):
         prepared = run_of((1, 2, 1), way, hidden=8)
         costs = run_costs(prepared, profile_of(prepared.model_graph), 2)
         by_way[way] = [costs.pull_s(0, shard, 0, 1) for shard in range(2)]
-    assert sum(by_way["columns"]) == pytest.approx(sum(by_way["halo"]))
+    # 8 columns of 4 bytes and 8 bytes of an index: half of the columns takes all of the time.
+    assert sum(by_way["columns"]) == pytest.approx(2 * sum(by_way["halo"]))
     assert by_way["columns"][0] == pytest.approx(by_way["columns"][1])
     assert by_way["halo"][0] != pytest.approx(by_way["halo"][1])
 
@@ -92,7 +93,7 @@ def test_columns_pay_on_a_dense_graph_alone():
 
 
 def test_a_shape_counts_the_bytes_of_columns():
-    widths = 3 * 64 + 16  # the last layer aggregates logits
     counted = simulated("columns", 4.0).comm_bytes_per_epoch["graph"]
-    assert counted in (4 * 4 * 64 * 100_000 * 4 * 7 // 8, 4 * widths * 100_000 * 4 * 7 // 8)
-    assert simulated("columns", 4.0).memory_bytes > simulated("halo", 0.0).memory_bytes
+    assert counted == 4 * 4 * 64 * 100_000 * 4 * 7 // 8
+    # The matrix of the whole graph.
+    assert simulated("columns", 0.1).memory_bytes > simulated("halo", 0.1).memory_bytes

@@ -94,6 +94,6 @@ def random_costs(ops, seed: int) -> ProgramCosts:
         for op in ops
     }
     rows = 10 ** draw.uniform(1, 6)
-    sizes = GraphSizes(rows, rows * draw.uniform(0, n), 1, 4, draw.choice([0, 1e-10]))
+    sizes = GraphSizes(rows, rows * draw.uniform(0, n), 1, 4, 4, draw.choice([0, 1e-10]))
     shares = [x / x.sum() for x in draw.uniform(0.1, 1, (2, n))]
     return ProgramCosts(ops, work, group, sizes, Shares(*shares))

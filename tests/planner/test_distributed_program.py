@@ -7,6 +7,7 @@ from planner.program_oracle import Problem, Ranks
 from planner.programs import random_ops, random_program
 
 from gnnpipe.errors import InputError
+from gnnpipe.plan import RowWay
 from gnnpipe.planner.distributed_program import (
     CONVERSIONS,
     PLAN_RULES,
@@ -19,7 +20,6 @@ from gnnpipe.planner.distributed_program import (
     Rule,
     Split,
     State,
-    Way,
     check_ops,
 )
 from gnnpipe.planner.program_check import check_program
@@ -173,9 +173,9 @@ def test_the_way_of_every_aggregation():
     program = DistributedProgram(ops, instructions)
     check_program(program, State.PARTIAL)
     assert program.aggregation_ways() == {
-        "layer of v0": Way.COLUMNS,
-        "layer of v1": Way.HALO,
-        "layer of v2": Way.GATHER,
+        "layer of v0": RowWay.COLUMNS,
+        "layer of v1": RowWay.HALO,
+        "layer of v2": RowWay.GATHER,
     }
     assert [str(i) for i in instructions[1:4]] == [
         "v0: by columns -> columns",

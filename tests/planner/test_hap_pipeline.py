@@ -3,8 +3,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from gnnpipe.config import TrainConfig
+from gnnpipe.plan import RowWay
 from gnnpipe.plan.cluster import Cluster, Device, Link
-from gnnpipe.planner.distributed_program import Way
 from gnnpipe.planner.hap_pipeline import (
     HALO_RULES,
     Choice,
@@ -105,7 +105,7 @@ def test_columns_travel_where_halos_are_larger_than_the_graph():
         planner = planner_on([1.0] * 4, Link(1e9, 0.0), halo=halo)
         stage = best_plan(planner, Choices(), range(1, 2), (1,)).stages[0]
         way[halo] = stage.ways(planner.workload)["gcn5"]
-    assert way == {0.5: Way.HALO, 3.0: Way.COLUMNS}
+    assert way == {0.5: RowWay.HALO, 3.0: RowWay.COLUMNS}
 
 
 def test_one_group_takes_as_long_as_its_program():

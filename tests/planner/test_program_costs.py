@@ -61,7 +61,7 @@ def test_halo_exchanges_cost_what_the_closed_form_of_an_epoch_says(model):
     made = primitive_model(work)
     group = DeviceGroup.of(cluster, range(4))
     compute = work.profile.compute_of(4)
-    sizes = GraphSizes(100_000, 80_000, 1, 4, compute.boundary_per_number_s)
+    sizes = GraphSizes(100_000, 80_000, 1, 4, 4, compute.boundary_per_number_s)
     costs = ProgramCosts(made.ops, made.work, group, sizes, Shares.alike(group.equal))
     form = ClosedForm(work, 1)
     ops = tuple(range(work.model.num_ops))
@@ -105,7 +105,7 @@ def test_no_link_is_busy_for_longer_than_the_numbers_that_are_sent(seed, convers
     )
     ranks.convert(conversion, held)
     group = DeviceGroup(np.ones(n), np.ones(n), np.eye(n), np.inf, 1.0, 0.0)
-    sizes = GraphSizes(len(whole), 0, 1, 1, 0.0)
+    sizes = GraphSizes(len(whole), 0, 1, 1, 1, 0.0)
     work = dict.fromkeys(("x", "loss"), Work())
     time_s = ProgramCosts(ops, work, group, sizes, shares).convert_s("x", conversion)
     sent, received = ranks.sent.sum(1), ranks.sent.sum(0)
@@ -122,7 +122,7 @@ def test_halo_bytes_add_up_to_the_crossings():
     group = DeviceGroup(np.ones(3), np.ones(3), np.eye(3), np.inf, 1.0, 0.0)
     ops = random_ops(0)
     work = {op.name: Work() for op in ops}
-    costs = ProgramCosts(ops, work, group, GraphSizes(1000, 700, 1, 4, 0), Shares.alike(shares))
+    costs = ProgramCosts(ops, work, group, GraphSizes(1000, 700, 1, 4, 4, 0), Shares.alike(shares))
     sent = costs.halo_rows() * shares[:, None]
     assert sent.sum() == pytest.approx(700)
     np.testing.assert_allclose(sent, sent.T)
@@ -139,7 +139,7 @@ def test_devices_of_a_machine_share_its_link():
 
     def time_s(cluster):
         group = DeviceGroup.of(cluster, range(4))
-        sizes = GraphSizes(1000, 0, 1, 4, 0.0)
+        sizes = GraphSizes(1000, 0, 1, 4, 4, 0.0)
         costs = ProgramCosts(ops, work, group, sizes, Shares.alike(group.equal))
         return costs.convert_s("x", ALL_TO_ALL)
 
@@ -151,7 +151,7 @@ def test_devices_of_a_machine_share_its_link():
 def test_numbers_that_are_sent_are_copied():
     ops = (PrimitiveOp("x", OpKind.FEATURES, (), 8), PrimitiveOp("loss", OpKind.LOSS, ("x",), 1))
     group = DeviceGroup(np.ones(4), np.full(4, 0.5), np.ones((1, 4)), np.inf, np.inf, 0.0)
-    sizes, work = GraphSizes(1000, 600, 1, 4, 1e-9), dict.fromkeys(("x", "loss"), Work())
+    sizes, work = GraphSizes(1000, 600, 1, 4, 4, 1e-9), dict.fromkeys(("x", "loss"), Work())
     costs = ProgramCosts(ops, work, group, sizes, Shares.alike(group.equal))
     by_rows, all_rows = 2 * 1e-9 * 8 * 1000 / 4 / 0.5, 2 * 1e-9 * 8 * 1000 / 0.5
     expected = {
@@ -175,7 +175,7 @@ def test_an_aggregation_of_few_columns_reads_all_edges():
         PrimitiveOp("loss", OpKind.LOSS, ("a",), 1),
     )
     work = {"x": Work(), "a": Work(1.0, 1.0), "loss": Work()}
-    sizes = GraphSizes(1000, 0, 1, 4, 0.0)
+    sizes = GraphSizes(1000, 0, 1, 4, 4, 0.0)
     costs = ProgramCosts(ops, work, group, sizes, Shares.alike(group.equal))
     columns = Rule(State.COLUMNS, State.COLUMNS, Split.BY_COLUMNS)
     # 4 columns are 16 bytes, of which 32 are read, and 8 of the index, of 256 + 8.
@@ -187,7 +187,7 @@ def test_the_slowest_device_counts():
     group = DeviceGroup.of(Cluster((FAST, SLOW), Link(1e9, 0.0)), [0, 1])
     ops = random_ops(0)
     work = {op.name: Work(1.0, 2.0) for op in ops}
-    costs = ProgramCosts(ops, work, group, GraphSizes(10, 0, 2, 4, 0), Shares.alike(group.equal))
+    costs = ProgramCosts(ops, work, group, GraphSizes(10, 0, 2, 4, 4, 0), Shares.alike(group.equal))
     dense = PrimitiveOp("d", OpKind.DENSE, (ops[0].name,), 4)
     costs.work["d"] = Work(1.0, 2.0)
     assert costs.compute_s(dense, RULES[OpKind.DENSE][0]) == pytest.approx(3 / 2 * 0.5 / 0.5)

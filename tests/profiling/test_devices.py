@@ -1,7 +1,5 @@
 """What the devices of the ranks are: measured speeds and links, and the cluster file."""
 
-import contextlib
-
 import pytest
 from helpers import quick_config, run_ranks
 from slow_ranks import slow_devices
@@ -9,11 +7,12 @@ from slow_ranks import slow_devices
 import gnnpipe
 from gnnpipe import Trainer
 from gnnpipe.cli.main import main
-from gnnpipe.errors import IdleRank, InputError
+from gnnpipe.errors import InputError
 from gnnpipe.plan import Plan
 from gnnpipe.plan.cluster import NO_LINK, Cluster, Device, Link
 from gnnpipe.profiling import profile, steps
 from gnnpipe.profiling.devices import RankSpeeds, _alike_pairs
+from gnnpipe.runtime.comm.world import World
 
 GRAPH = "synthetic:planted:n=1000,degree=12,classes=4,features=32"
 WORK = {"dataset": GRAPH, "layers": 4, "hidden": 64, "dtype": "float32"}
@@ -73,7 +72,7 @@ def test_data_sheets_measure_no_cluster(tmp_path, capsys):
 
 
 def test_a_cluster_needs_a_search():
-    with pytest.raises(InputError, match="--cluster: only used by --plan auto"):
+    with pytest.raises(InputError, match="--cluster: --plan is no search"):
         Trainer(quick_config(), cluster=Cluster((DEVICE,), NO_LINK))
 
 
@@ -98,13 +97,14 @@ def test_the_profile_of_a_throttled_rank_tells_its_speed(ranks, slow, tmp_path):
     cluster = Cluster.read(path)
     for rank, device in enumerate(cluster.devices):
         assert device.speed == pytest.approx(0.5 if rank == slow else 1.0, rel=0.1)
-    assert 1e7 < cluster.link.bandwidth_bytes_per_s < 1e12
+    assert cluster.link.bandwidth_bytes_per_s > 0
 
 
 def planned(slow, folder, cluster):
-    """Trains with --plan auto; rank ``slow`` at half speed, which a given cluster need not say."""
+    """Trains with --plan auto on all ranks; rank ``slow`` at half speed, whatever ``cluster``."""
     config = quick_config(**WORK, plan="auto", staleness="exact", out=folder, quiet=True)
-    with slow_devices(slow), contextlib.suppress(IdleRank):
+    with slow_devices(slow), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(World, "can_shrink", property(lambda self: False))
         Trainer(config, cluster=cluster).fit()
 
 
@@ -121,7 +121,7 @@ def work_of_ranks(folder):
 def test_a_slow_rank_gets_less_work_without_being_told(tmp_path):
     run_ranks(planned, 2, 1, str(tmp_path / "run"), None)
     work = work_of_ranks(tmp_path / "run")
-    assert work.get(1, 0.0) < 0.75 * work[0]
+    assert work[1] < 0.75 * work[0]
 
 
 def test_a_given_cluster_counts_instead(tmp_path):

@@ -190,10 +190,15 @@ class World:
 
         Raises:
             IdleRank: On every other rank, after a line for the user unless ``is_quiet``.
+            InputError: There are fewer ranks, or none may be left out.
         """
         if count == self.world_size:
             return self
-        assert self.can_shrink
+        if count > self.world_size or not self.can_shrink:
+            raise InputError(
+                f"plan: needs {_ranks(count)}, and {_ranks(self.world_size)} have joined; start "
+                f"{_ranks(count)}, or plan anew (--plan auto)"
+            )
         self.gather(None)  # no message is in transit
         # The new group needs the store that this group holds open.
         store = dist.distributed_c10d._get_default_store()
