@@ -192,6 +192,19 @@ def _spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
+def summary_of(rows: list[Row], ranks: int) -> str:
+    """Returns how often the aims are reached with so many ranks."""
+    lines = [line_of(row, shape) for row in rows if row["ranks"] == ranks for shape in CHUNKS]
+    aims = [[cell.strip() for cell in line.split("|")] for line in lines]
+    reached, near = (sum(cells[place] == "yes" for cells in aims) for place in (-3, -2))
+    gains = [float(cells[8].split()[0]) for cells in aims]
+    return (
+        f"{ranks} ranks: gain {statistics.median(gains):.2f} in the median ({min(gains):.2f} to "
+        f"{max(gains):.2f}); the aim is reached in {reached} of {len(lines)} cells, the prediction "
+        f"is within 15 % in {near}."
+    )
+
+
 def line_of(row: Row, shape: str) -> str:
     """Returns the line of a shape of a cell in the table."""
     times = {
@@ -240,6 +253,8 @@ def report() -> None:
         "a short measurement under the throttle. Measured speed of the slow rank: "
         f"{speeds[0]:.2f} to {speeds[-1]:.2f}. Aim: a gain of {AIM} with the throttle, and below 1 "
         "without. More ranks than cores share these, which the planner does not predict.",
+        "",
+        " ".join(summary_of(rows, ranks) for ranks in RANKS),
         "",
         "| graph | model | ranks | shape | planned | equal, s | planned, s | gain | gain predicted "
         "| gain without throttle | aim reached | prediction within 15 % |",

@@ -96,6 +96,18 @@ def test_one_of_two_ranks_trains_and_goes_on(tmp_path):
     assert loss == pytest.approx(single_loss(6), rel=1e-9)
 
 
+def test_a_plan_for_more_ranks_is_refused():
+    with pytest.raises(InputError, match=r"plan: needs 2 ranks, and the world has 1 rank; start 2"):
+        World.alone().keep(2)
+
+
+def test_verify_keeps_the_ranks_of_the_plan(tmp_path):
+    words = train_words(profile_file(tmp_path, 1), "off", "--epochs=2")
+    said = finished(launch(2, "-m", "gnnpipe", "verify", *words[3:]))
+    assert said.count("rank 1: the plan uses 1 of 2 ranks") == 1
+    assert "on 1 rank" in said
+
+
 SCRIPT = """
 import os, signal, sys
 from dataclasses import replace

@@ -196,7 +196,7 @@ class World:
             return self
         if count > self.world_size or not self.can_shrink:
             raise InputError(
-                f"plan: needs {_ranks(count)}, and {_ranks(self.world_size)} have joined; start "
+                f"plan: needs {_ranks(count)}, and the world has {_ranks(self.world_size)}; start "
                 f"{_ranks(count)}, or plan anew (--plan auto)"
             )
         self.gather(None)  # no message is in transit
