@@ -1,12 +1,12 @@
 """Runs in which a rank sleeps in every action."""
 
 import os
-import sys
 import time
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 
 from helpers import quick_config, small_graph
+
+from gnnpipe.schedule import ActionKind
 
 NAP_S = 0.25
 
@@ -60,25 +60,27 @@ def slow_devices(half_speed, action_s=0.004):
 
     Made so long, what an action takes hardly depends on other programs of the machine.
     """
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
-    from throttle import SLOWED, throttled
-
     from gnnpipe.runtime import executor
+    from gnnpipe.runtime.stage import Stage
 
-    methods, before = executor._METHODS, dict(executor._METHODS)
+    methods, before, begin = executor._METHODS, dict(executor._METHODS), Stage.begin
+    is_slow = int(os.environ["RANK"]) == half_speed
 
-    def longer(inner):
-        def run(self, action):
-            inner(self, action)
-            time.sleep(action_s)
+    def longer(inner, more_s):
+        def run(self, *arguments):
+            start_s = time.thread_time()  # waiting for other ranks is no compute time
+            inner(self, *arguments)
+            computed_s = time.thread_time() - start_s
+            time.sleep(2 * more_s + computed_s if is_slow else more_s)
 
         return run
 
-    for kind in SLOWED:
-        methods[kind] = longer(before[kind])
-    is_slow = int(os.environ["RANK"]) == half_speed
+    kinds = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.FORECAST, ActionKind.CARRY
+    for kind in (*kinds, ActionKind.STEP):
+        methods[kind] = longer(before[kind], action_s)
+    Stage.begin = longer(begin, 0.0)
     try:
-        with throttled() if is_slow else nullcontext():
-            yield
+        yield
     finally:
         methods.update(before)
+        Stage.begin = begin
