@@ -16,7 +16,7 @@ from gnnpipe.models.gcnii import GCNIILayer
 from gnnpipe.ops.hashed_dropout import Mask
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.grad_clip import GradClip
-from gnnpipe.setup import build, prepare
+from gnnpipe.setup import prepare, structures
 from gnnpipe.verification.comparison import (
     compare_epochs,
     reference_of,
@@ -82,10 +82,10 @@ def scrambled_edges(monkeypatch):
 
 
 def norm_without_root(monkeypatch):
-    real = build.weighted_rows
+    real = structures.weighted_rows
     names = {"gcn": "gcn-loopless"}
     monkeypatch.setattr(
-        build, "weighted_rows", lambda graph, kind: real(graph, names.get(kind, kind))
+        structures, "weighted_rows", lambda graph, kind: real(graph, names.get(kind, kind))
     )
 
 
