@@ -155,6 +155,8 @@ class ClosedForm:
         """Return the group with rows that travel by columns wherever this is faster."""
         if not self.is_exact or group.shards == 1:
             return group
+        if self.workload.halo(group.shards) <= 2 * (1 - group.share):
+            return group  # a halo of so few rows sends fewer numbers than columns
         if group not in self._ways:
             can = [
                 i for i, op in enumerate(self.model.ops) if not op.reason_against(RowWay.COLUMNS)
