@@ -453,7 +453,7 @@ def check_search(config: TrainConfig, plan: Plan | None, given: Mapping[str, boo
     """``InputError`` for settings of a search, which are ``given`` by name, without a search."""
     for name, is_given in given.items():
         if is_given and (plan is not None or config.plan != AUTO):
-            raise InputError(f"{name}: --plan is no search; leave it out, or try --plan {AUTO}")
+            raise InputError(f"{name}: no effect without --plan {AUTO}; leave it out, or add that")
 
 
 def ranks_of_plan(config: TrainConfig, plan: Plan, world: World) -> World:

@@ -21,6 +21,7 @@ from gnnpipe.config.fields import flag
 from gnnpipe.errors import InputError
 from gnnpipe.files import like_run_in, read_text
 from gnnpipe.perf import CommVolume
+from gnnpipe.planner import PLANNERS
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.run.metrics_csv import EpochRow, rows_of
 from gnnpipe.runtime.comm.world import World
@@ -126,6 +127,10 @@ def resumed_config(run: str | Path, changes: Mapping[str, Any] | None = None) ->
                 f"{flag(name)} {value}: the run in {str(run)!r} has {values[name]}, which a "
                 "resumed run cannot change; leave it out, or start a new run without --resume"
             )
+    own_plan = Path(run) / "plan.json"
+    if "plan" not in changes and values.get("plan", "uniform") not in PLANNERS:
+        # The file that was given may be gone or changed; the folder has the plan that was run.
+        values["plan"] = str(own_plan) if own_plan.exists() else values["plan"]
     if changes.get("plan", "uniform") != "uniform":
         # The shape of the run so far; the new plan has one of its own.
         for name in ("stages", "shards", "chunks", "row_way"):

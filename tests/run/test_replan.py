@@ -9,7 +9,7 @@ from slow_ranks import slow_devices
 from gnnpipe import Trainer
 from gnnpipe.cli.main import main
 from gnnpipe.errors import InputError
-from gnnpipe.plan import Plan
+from gnnpipe.plan import Plan, StagePlan
 from gnnpipe.runtime.comm.world import World
 
 GRAPH = "synthetic:planted:n=800,degree=10,classes=4,features=16"
@@ -56,5 +56,16 @@ def test_the_flag_plans_anew_and_losses_go_on(tmp_path):
 
 
 def test_only_a_search_plans_anew():
-    with pytest.raises(InputError, match="replan: --plan is no search"):
+    with pytest.raises(InputError, match="replan: no effect without --plan auto"):
         Trainer(quick_config(), replan=True)
+
+
+def test_a_run_keeps_the_plan_of_a_file_that_is_gone(tmp_path):
+    folder, file = tmp_path / "run", tmp_path / "plan.json"
+    file.write_text(Plan((StagePlan((0, 1, 2), (0,), (1.0,)),), 2, "layer-sync").to_json())
+    first = [*FLAGS, "--plan", str(file), "--out", str(folder), "--checkpoint-every", "2"]
+    assert main(["train", *first, "--epochs", "2"]) == 0
+    file.write_text("")
+    assert main(["train", "--resume", str(folder), "--epochs", "4", "--quiet"]) == 0
+    assert Plan.from_json((folder / "plan.json").read_text()).chunks == 2
+    assert len(losses(folder)) == 4
