@@ -415,10 +415,11 @@ class ClosedForm:
         ways: Mapping[int, RowWay] = MappingProxyType({}),
     ) -> int:
         """Return the estimated memory of a rank with this share; by default all chunks are held."""
-        own_ways = tuple((op - ops[0], way) for op, way in sorted(ways.items()) if op in set(ops))
-        key = self._signature(ops), shards, share, in_flight, recompute, own_ways
+        own = {op: ways[op] for op in ops if op in ways}
+        at = tuple((op - ops[0], way) for op, way in own.items())
+        key = self._signature(ops), shards, share, in_flight, recompute, at
         if key not in self._memory:
-            self._memory[key] = self._estimate(ops, shards, share, in_flight, recompute, ways)
+            self._memory[key] = self._estimate(ops, shards, share, in_flight, recompute, own)
         return self._memory[key]
 
     def _signature(self, ops: Sequence[int]) -> tuple[object, ...]:
@@ -461,8 +462,7 @@ class ClosedForm:
             replace(StagePlan.even(p, r), recompute=recompute)
             for p, r in zip(parts, ranks, strict=True)
         )
-        own_ways = {op: way for op, way in ways.items() if op in own}
-        plan = Plan(stages, self._chunks, "fill-drain", ways=own_ways)
+        plan = Plan(stages, self._chunks, "fill-drain", ways=ways)
         dag = StageDag.of(plan, self.model)
         sizes = work.shard_sizes(share, shards, self.is_exact)
         settings = replace(
