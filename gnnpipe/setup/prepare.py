@@ -48,7 +48,14 @@ from gnnpipe.planner import (
 )
 from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.world import World
-from gnnpipe.schedule import EXACT_SCHEDULE, CheckedProgram, training_program, with_forecast
+from gnnpipe.schedule import (
+    EXACT_SCHEDULE,
+    SCHEDULES,
+    CheckedProgram,
+    GradientScope,
+    training_program,
+    with_forecast,
+)
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import (
     check_parts,
@@ -67,7 +74,7 @@ from gnnpipe.setup.inputs import (
 from gnnpipe.setup.label_inputs import with_label_inputs
 from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
 from gnnpipe.setup.model_graph import describe
-from gnnpipe.setup.prepared import Prepared
+from gnnpipe.setup.prepared import Prepared, epochs_to_flush
 from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric, kept_by_loss
 
 _READ_BYTES_PER_S = 5e7
@@ -169,7 +176,14 @@ def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
 def shape_of(config: TrainConfig) -> Shape:
     """Returns the shape that the config asks for."""
     is_exact = config.staleness_settings_for(config.chunks).is_exact
-    return Shape(config.stages, config.shards, config.chunks, is_exact, RowWay(config.row_way))
+    return Shape(
+        config.stages,
+        config.shards,
+        config.chunks,
+        is_exact,
+        RowWay(config.row_way),
+        config.schedule,
+    )
 
 
 def ranks_of(config: TrainConfig, planner: Planner | None = None) -> int:
@@ -392,13 +406,21 @@ def training_programs(
     Raises:
         InputError: Settings of stale rows contradict each other, or the schedule of the plan.
     """
-    check_staleness(config, dag.plan.chunks)
+    chunks, schedule = dag.plan.chunks, dag.plan.schedule
+    check_staleness(config, chunks, schedule)
     buckets = gradient_buckets(model, dag.plan, number_dtype(config).itemsize)
-    usual = training_program(dag, buckets)
     exact = training_program(dag, buckets, EXACT_SCHEDULE)
-    if not config.staleness_settings_for(dag.plan.chunks).is_exact:
+    if SCHEDULES[schedule].scope is GradientScope.OWN_CHUNK:
+        _check_steps_by_chunk(config, dag.plan)
+        spans = SCHEDULES[schedule].spans_epochs
+        epochs = epochs_to_flush(config, 0, config.epochs) if spans else 1
+        usual = training_program(dag, buckets, epochs=epochs, steps_every=config.steps_every)
+    else:
+        usual = training_program(dag, buckets)
+    must_be_exact = config.staleness_settings_for(chunks, schedule).is_exact
+    if not must_be_exact:
         _check_ways(config, dag.plan, usual)
-    if usual.is_exact or not config.staleness_settings_for(dag.plan.chunks).is_exact:
+    if usual.is_exact or not must_be_exact:
         return usual, exact
     if config.staleness == "exact":
         raise InputError(
@@ -406,6 +428,13 @@ def training_programs(
             "allows none; drop one of the two"
         )
     return exact, exact  # as many exact epochs at the start as epochs
+
+
+def _check_steps_by_chunk(config: TrainConfig, plan: Plan) -> None:
+    """``InputError`` if the settings do not fit a plan with steps by chunk."""
+    every = config.steps_every
+    if every is not None and plan.chunks % every:
+        raise InputError(f"--steps-every {every}: does not divide the plan's {plan.chunks} chunks")
 
 
 def _check_ways(config: TrainConfig, plan: Plan, program: CheckedProgram) -> None:
@@ -430,7 +459,7 @@ def _probes(
 ) -> npt.NDArray[np.int64]:
     """Returns the probe vertices of the forecast; none if no row of ``program`` is stale."""
     each = config.staleness_settings_for(program.chunks).probes_per_column
-    if not each or program.is_exact:
+    if not each or program.is_exact or program.steps_by_chunk:
         return np.empty(0, dtype=np.int64)
     counts = probe_counts(model, graph.row_types, each)
     return choose_probe_vertices(chunking, counts, graph.row_types, config.seed)
