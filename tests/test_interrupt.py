@@ -91,11 +91,11 @@ import hashlib, sys, time
 from pathlib import Path
 from gnnpipe.train import loop
 real = loop.train_epochs
-def long(rank_runtime, mesh, program, order, epoch, end):
+def long(rank_runtime, mesh, program, order, epoch, *more):
     if epoch == 2:
         flag.touch()
         {wait}
-    return real(rank_runtime, mesh, program, order, epoch, end)
+    return real(rank_runtime, mesh, program, order, epoch, *more)
 loop.train_epochs = long
 from gnnpipe.__main__ import run
 out, flag = sys.argv[1], Path(sys.argv[2])
@@ -164,10 +164,10 @@ def test_an_interrupt_of_torchrun_leaves_a_checkpoint(tmp_path, whole_group):
 def interrupt_in(epoch, monkeypatch):
     real = loop.train_epochs
 
-    def train(rank_runtime, mesh, program, order, number, end):
+    def train(rank_runtime, mesh, program, order, number, *more):
         if number + 1 == epoch:
             os.kill(os.getpid(), signal.SIGINT)
-        return real(rank_runtime, mesh, program, order, number, end)
+        return real(rank_runtime, mesh, program, order, number, *more)
 
     monkeypatch.setattr(loop, "train_epochs", train)
 

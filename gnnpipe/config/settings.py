@@ -190,6 +190,14 @@ class Settings:
         "learning rate",
         low=1,
     )
+    weights: str = _training(
+        "predict",
+        "with --schedule async: weights of the passes between whose forward and backward the stage "
+        "steps. predict (forward with the weights that backward is predicted to find, PipeOptim), "
+        "latest (the newest ones), stash (backward with those of forward, PipeDream), 2bw (one "
+        "step old on all stages, PipeDream-2BW), spectrain or xpipe (predict otherwise)",
+        choices=("predict", "latest", "stash", "2bw", "spectrain", "xpipe"),
+    )
     clip_norm: float = _training(0.0, "clip the global gradient norm to this value (0: off)", low=0)
     on_nan: str = _training(
         "stop",

@@ -207,6 +207,12 @@ def _check_schedule(config: Settings) -> None:
             f"--label-inputs {config.label_inputs:g}: changes the features in every epoch, and "
             "with --schedule async chunks of two epochs are in flight; try --schedule 1f1b"
         )
+    from_file = config.plan not in ("uniform", "auto")
+    if config.weights != "predict" and config.schedule != "async" and not from_file:
+        raise InputError(
+            f"--weights {config.weights}: has no effect with --schedule {config.schedule}, where "
+            "every pass computes with the newest weights; try --schedule async"
+        )
     if every is None or config.plan != "uniform":
         return
     if not is_by_chunk:

@@ -34,63 +34,34 @@ _EXCERPT = 4
 
 
 class WeightPolicy(Protocol):
-    """Choice of the weights that a stage computes with, for each pass of a chunk.
+    """Choice of the weights in each pass of a chunk (``optim.weight_policies``).
 
-    A policy may put other weights into the stage's parameters while a context is open. When the
-    context ends, the parameters hold the same bits as before.
+    In an open context the parameters may hold other weights. When the context ends, they hold the
+    same bits as before.
     """
 
     def for_forward(self, position: int) -> AbstractContextManager[None]:
-        """Return the context in which a FORWARD action of a pass runs."""
+        """Return the context of forward at a position of the program."""
 
     def for_backward(self, position: int) -> AbstractContextManager[None]:
-        """Return the context in which a BACKWARD action of a pass runs."""
+        """Return the context of backward at a position of the program."""
 
     def stepped(self) -> None:
-        """Take note of an optimizer step."""
+        """Note an optimizer step, while the parameters still have its gradients."""
 
     def flush(self) -> None:
-        """Forget other weights than the newest: no pass is in flight."""
-
-
-class LatestWeights:
-    """Policy that uses the weights after the last optimizer step in every pass."""
-
-    def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._weights = tuple(weights)
-        self._counters: tuple[int, ...] = ()
-        """Autograd's counts of the changes of the weights, at the last forward pass."""
-
-    def for_forward(self, position: int) -> AbstractContextManager[None]:
-        """Return a context that changes nothing."""
-        self._counters = tuple(weight._version for weight in self._weights)
-        return nullcontext()
-
-    def for_backward(self, position: int) -> AbstractContextManager[None]:
-        """Return a context that changes nothing."""
-        return nullcontext()
-
-    def stepped(self) -> None:
-        """Set back autograd's counts of changes.
-
-        Autograd refuses the backward pass of a chunk whose weights have changed since its forward
-        pass, which is meant here.
-        """
-        if self._counters and self._weights:
-            torch._C._autograd._unsafe_set_version_counter(self._weights, self._counters)
-
-    def flush(self) -> None:
-        """Do nothing."""
+        """Forget all versions but the current one: no chunk is between forward and backward."""
 
 
 @dataclass(frozen=True, eq=False)
 class WeightUpdate:
-    """Parts of the optimizer step, and the weight policy."""
+    """Parts of the optimizer step, and the weights of passes with a version gap."""
 
     gradient_sum: GradientSum
     grad_clip: GradClip
     optimizer: torch.optim.Optimizer | None
-    policy: WeightPolicy
+    policy: WeightPolicy | None = None
+    """``None``: every pass computes with the newest weights."""
 
 
 class Executor:
@@ -126,6 +97,8 @@ class Executor:
         self.exchanges = exchanges
         self.optimizer = update.optimizer
         self.weight_policy = update.policy
+        self._policy: WeightPolicy | None = None
+        """The policy in a program with steps by chunk."""
         self.forecaster = forecaster
         self.label_inputs: LabelInputs | None = None
         """Labels that are inputs, if there are any."""
@@ -192,6 +165,7 @@ class Executor:
         self.gradient_sum.forget()
         self.stage.begin(epoch, training, program.is_exact, program.steps_by_chunk)
         self._epoch_end = epoch_end
+        self._policy = self.weight_policy if training and program.steps_by_chunk else None
         self._pass(program, order, epoch)
         self._epoch_end = None  # holds the caller
         if training:
@@ -204,7 +178,8 @@ class Executor:
 
     def _flush(self, program: CheckedProgram) -> None:
         """End a training program; if stages stepped on their own, tell all ranks of faults."""
-        self.weight_policy.flush()
+        if self._policy is not None:
+            self._policy.flush()
         if not _steps_together(program):
             has_fault = float(not self.has_stepped or bool(self.faulty_chunks))
             self.has_stepped = not self.mesh.sum([has_fault])[0]
@@ -219,6 +194,8 @@ class Executor:
                 self._walk(program.stages[self.mesh.stage], epoch)
         except BaseException:
             self.stage.abandon()
+            if self._policy is not None:
+                self._policy.flush()
             self._results.clear()
             self._leaving.clear()
             self.p2p.abandon()
@@ -317,7 +294,8 @@ class Executor:
         if action.steps[0] == 0:
             values = self._take(Direction.FORWARD, self._widths_in, action.position)
             self.stage.enter(chunk, values, action.position // self.num_chunks)
-        with self.weight_policy.for_forward(action.position):
+        policy = self._policy
+        with nullcontext() if policy is None else policy.for_forward(action.position):
             values = self.stage.forward(chunk, range(*action.steps))
         if action.steps[1] == self.stage.num_steps:
             # Detached: their graph would keep its leaves alive.
@@ -338,7 +316,8 @@ class Executor:
             else:
                 assert self._program is not None
                 self.stage.seed_loss(chunk, self._program.loss_scale)
-        with self.weight_policy.for_backward(action.position):
+        policy = self._policy
+        with nullcontext() if policy is None else policy.for_backward(action.position):
             grads = self.stage.backward(chunk, range(*action.steps), self._next_chunk(action))
         if action.steps[0] == 0 and self._widths_in:
             self._leaving[action.position] = grads
@@ -420,7 +399,8 @@ class Executor:
         if self.optimizer is not None:
             if steps:
                 self.optimizer.step()
-            self.weight_policy.stepped()
+                if self._policy is not None:
+                    self._policy.stepped()
             # Also of weights that the optimizer does not step: their gradients would add up.
             for _, parameter in self.stage.stage_module.named_parameters():
                 parameter.grad = None

@@ -26,13 +26,15 @@ from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.hashed_dropout import KeptMasks, row_keys
 from gnnpipe.ops.spmm import Kernel, default_kernel, kernel_named, time_kernels
 from gnnpipe.optim.optimizers import make_optimizer
+from gnnpipe.optim.predicted_step import StepRates, check_predictable
+from gnnpipe.optim.weight_policies import PREDICTING, WEIGHT_POLICIES, StageSteps
 from gnnpipe.plan import RowWay, gradient_steps
 from gnnpipe.runtime.comm.column_exchange import ColumnExchange
 from gnnpipe.runtime.comm.halo_exchange import GradientSum, HaloExchange
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.row_links import RowLinks
 from gnnpipe.runtime.cuda_graph import CudaGraphExecutor
-from gnnpipe.runtime.executor import Executor, LatestWeights, WeightUpdate
+from gnnpipe.runtime.executor import Executor, WeightUpdate
 from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.runtime.history.base import History, HistorySpec
 from gnnpipe.runtime.history.block import BlockHistory
@@ -69,6 +71,8 @@ class RankRuntime:
     """Number of scores of a vertex, or of a pair."""
     memory_before_bytes: int
     """Memory that the process held before ``build_rank``, without code pages."""
+    rates: StepRates | None = None
+    """Learning rates of coming steps, which the weight policy predicts; ``None`` without one."""
 
 
 def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
@@ -91,6 +95,7 @@ def build_rank(prepared: Prepared, mesh: Mesh) -> RankRuntime:
         is_multi_label=graph.is_multi_label or graph.pairs is not None,
         num_classes=prepared.model_graph.num_classes,
         memory_before_bytes=memory_before_bytes,
+        rates=builder.rates,
     )
 
 
@@ -110,6 +115,8 @@ class _RankBuilder:
         self._builder.kernel = self._choose_kernel()
         shares = prepared.plan.stages[mesh.stage].shares
         self._column_exchange = ColumnExchange(mesh, prepared.row_dtype, shares)
+        self.rates: StepRates | None = None
+        """Set by ``make_executor``."""
         self._label_tables: list[LabelTable] = []
         self._drawn: dict[str, Structure] = {}
         """Random edges of a label iteration, by aggregation."""
@@ -260,8 +267,16 @@ class _RankBuilder:
         steps = gradient_steps(prepared.model_graph, self._ops)
         trained = [(p, steps.get(name, 0)) for name, p in named.items() if p.requires_grad]
         clip = GradClip(self._stage_module.named_parameters(), mesh, config.clip_norm)
-        policy = LatestWeights(p for p, _ in trained)
-        return WeightUpdate(GradientSum(trained, mesh), clip, optimizer, policy)
+        update = WeightUpdate(GradientSum(trained, mesh), clip, optimizer)
+        program, name = prepared.program, config.weights
+        if not program.largest_gap:
+            return update
+        if name in PREDICTING:
+            check_predictable(type(optimizer), f"--weights {name}")
+        rates, depth = StepRates(optimizer), prepared.dag.depths[mesh.stage] - 1
+        asynchronous = StageSteps(optimizer, program.version_gaps[mesh.stage], rates, depth)
+        self.rates = rates
+        return replace(update, policy=WEIGHT_POLICIES[name](asynchronous))
 
     def _can_use_cuda_graph(self) -> bool:
         """Whether every epoch launches the same kernels on a single GPU."""

@@ -74,7 +74,7 @@ from gnnpipe.setup.inputs import (
 from gnnpipe.setup.label_inputs import with_label_inputs
 from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
 from gnnpipe.setup.model_graph import describe
-from gnnpipe.setup.prepared import Prepared, epochs_to_flush
+from gnnpipe.setup.prepared import MOST_EPOCHS, Prepared, epochs_to_flush
 from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric, kept_by_loss
 
 _READ_BYTES_PER_S = 5e7
@@ -411,10 +411,7 @@ def training_programs(
     buckets = gradient_buckets(model, dag.plan, number_dtype(config).itemsize)
     exact = training_program(dag, buckets, EXACT_SCHEDULE)
     if SCHEDULES[schedule].scope is GradientScope.OWN_CHUNK:
-        _check_steps_by_chunk(config, dag.plan)
-        spans = SCHEDULES[schedule].spans_epochs
-        epochs = epochs_to_flush(config, 0, config.epochs) if spans else 1
-        usual = training_program(dag, buckets, epochs=epochs, steps_every=config.steps_every)
+        usual = _program_by_chunk(config, dag, buckets)
     else:
         usual = training_program(dag, buckets)
     must_be_exact = config.staleness_settings_for(chunks, schedule).is_exact
@@ -430,11 +427,23 @@ def training_programs(
     return exact, exact  # as many exact epochs at the start as epochs
 
 
-def _check_steps_by_chunk(config: TrainConfig, plan: Plan) -> None:
-    """``InputError`` if the settings do not fit a plan with steps by chunk."""
-    every = config.steps_every
+def _program_by_chunk(
+    config: TrainConfig, dag: StageDag, buckets: Sequence[Sequence[int]]
+) -> CheckedProgram:
+    """Returns the longest program up to a flush of a schedule with steps by chunk."""
+    plan, every = dag.plan, config.steps_every
     if every is not None and plan.chunks % every:
         raise InputError(f"--steps-every {every}: does not divide the plan's {plan.chunks} chunks")
+    spans = SCHEDULES[plan.schedule].spans_epochs
+    epochs = epochs_to_flush(config, 0, MOST_EPOCHS) if spans else 1
+    found = training_program(dag, buckets, epochs=epochs, steps_every=every)
+    if config.weights == "2bw" and found.largest_gap > 1:
+        raise InputError(
+            f"--weights 2bw: a stage makes up to {found.largest_gap} optimizer steps between "
+            "forward and backward of a chunk, not 1; try --steps-every of at least the number of "
+            "--stages, or --weights stash"
+        )
+    return found
 
 
 def _check_ways(config: TrainConfig, plan: Plan, program: CheckedProgram) -> None:

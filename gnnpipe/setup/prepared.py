@@ -61,7 +61,7 @@ class Prepared:
     qualities: tuple[CutQuality, ...]
     """By stage."""
     program: CheckedProgram
-    """The program of usual epochs, up to the first flush."""
+    """The program of usual epochs; if it spans several, of the most up to a flush."""
     exact_program: CheckedProgram
     """The program of exact epochs, in a run whose usual epochs have stale reads."""
     probes: npt.NDArray[np.int64]

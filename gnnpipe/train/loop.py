@@ -187,6 +187,9 @@ class Loop:
             rates.append(self._learning_rate.value)
 
         every_pass = [chunk for order in orders for chunk in order]
+        if self.rank_runtime.rates is not None:
+            coming = self._learning_rate.coming(program.epochs)
+            self.rank_runtime.rates.begin(coming, program.consistency.optimizer_steps or 1)
         losses = train_epochs(self.rank_runtime, mesh, program, every_pass, epoch, end_epoch)
         self._exact_epochs.end(program, executor.grad_clip.norm, executor.has_stepped)
         stale = [

@@ -36,10 +36,10 @@ def stop_after(epoch):
     """SIGTERM, as a scheduler sends it, while epoch ``epoch`` (from 1) is trained."""
     real = loop.train_epochs
 
-    def train(rank_runtime, mesh, program, order, number, end):
+    def train(rank_runtime, mesh, program, order, number, *more):
         if number + 1 <= epoch <= number + program.epochs:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(rank_runtime, mesh, program, order, number, end)
+        return real(rank_runtime, mesh, program, order, number, *more)
 
     return train
 

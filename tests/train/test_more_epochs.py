@@ -143,10 +143,10 @@ def test_ranks_that_want_other_numbers():
 def interrupted_at(epoch, monkeypatch):
     real = loop.train_epochs
 
-    def train(rank_runtime, mesh, program, order, number, end):
+    def train(rank_runtime, mesh, program, order, number, *more):
         if number + 1 == epoch:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(rank_runtime, mesh, program, order, number, end)
+        return real(rank_runtime, mesh, program, order, number, *more)
 
     monkeypatch.setattr(loop, "train_epochs", train)
 

@@ -12,6 +12,8 @@ from gnnpipe import Trainer
 from gnnpipe.callbacks.callback import Callback
 from gnnpipe.errors import InputError
 from gnnpipe.plan import Plan
+from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.prepare import prepare
 
 
 def trained(model=None, **settings):
@@ -132,6 +134,7 @@ REFUSED = {
         "steps_every": 2,
         "schedule": "fill-drain",
     },
+    "--weights stash: has no effect with --schedule 1f1b": {"schedule": "1f1b", "weights": "stash"},
     "--schedule async: no effect with --plan auto": {"plan": "auto", "chunks": 1},
     "--label-inputs 0.5: changes the features in every epoch": {"label_inputs": 0.5},
 }
@@ -141,6 +144,20 @@ REFUSED = {
 def test_settings_that_contradict_are_refused(text):
     with pytest.raises(InputError, match=text):
         quick_config(**{"chunks": 8, "schedule": "async"} | REFUSED[text])
+
+
+def test_too_few_chunks_and_policies_that_do_not_fit_are_refused():
+    with pytest.raises(InputError, match="3 chunks are in flight, and with 2 chunks"):
+        prepared_of(stages=3, chunks=2)
+    with pytest.raises(InputError, match="--weights 2bw: a stage makes up to 2 optimizer steps"):
+        prepared_of(stages=3, chunks=6, weights="2bw")
+    assert prepared_of(stages=3, chunks=6, weights="2bw", steps_every=3).program.largest_gap == 1
+
+
+def prepared_of(stages, **settings):
+    """A run of several stages, decided in one process."""
+    config = quick_config(stages=stages, layers=stages, schedule="async", **settings)
+    return prepare(config, World.alone(), small_graph())
 
 
 def test_the_plan_of_a_file_gives_the_schedule():
