@@ -26,6 +26,7 @@ from hap_states import states_section  # noqa: E402
 
 from gnnpipe.config import TrainConfig  # noqa: E402
 from gnnpipe.plan.cluster import Cluster, Device, Link  # noqa: E402
+from gnnpipe.planner.given_devices import Hardware  # noqa: E402
 from gnnpipe.planner.hap_pipeline import (  # noqa: E402
     HALO_RULES,
     Choice,
@@ -35,7 +36,7 @@ from gnnpipe.planner.hap_pipeline import (  # noqa: E402
     best_plan,
 )
 from gnnpipe.profiling.scenario import GraphShape, model_on_shape  # noqa: E402
-from gnnpipe.profiling.search import Hardware, workload_of_shape  # noqa: E402
+from gnnpipe.profiling.search import workload_of_shape  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "hap.md"
 LAYERS, HIDDEN = 32, 128

@@ -5,6 +5,7 @@ import pytest
 from gnnpipe.config import TrainConfig
 from gnnpipe.plan import RowWay
 from gnnpipe.plan.cluster import Cluster, Device, Link
+from gnnpipe.planner.given_devices import Hardware
 from gnnpipe.planner.hap_pipeline import (
     HALO_RULES,
     Choice,
@@ -14,7 +15,7 @@ from gnnpipe.planner.hap_pipeline import (
     groupings,
 )
 from gnnpipe.profiling.scenario import GraphShape, model_on_shape
-from gnnpipe.profiling.search import Hardware, workload_of_shape
+from gnnpipe.profiling.search import workload_of_shape
 
 FREE = Link(1e15, 0.0)
 EQUAL = Choices(Choice.EQUAL, Choice.EQUAL, HALO_RULES)
