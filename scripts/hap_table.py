@@ -26,9 +26,10 @@ from hap_states import states_section  # noqa: E402
 
 from gnnpipe.config import TrainConfig  # noqa: E402
 from gnnpipe.plan.cluster import Cluster, Device, Link  # noqa: E402
+from gnnpipe.planner.given_devices import Hardware  # noqa: E402
 from gnnpipe.planner.hap_pipeline import Choice, Choices, GroupedPlan, GroupPlanner, best_plan  # noqa: E402
 from gnnpipe.profiling.scenario import GraphShape, model_on_shape  # noqa: E402
-from gnnpipe.profiling.search import Hardware, workload_of_shape  # noqa: E402
+from gnnpipe.profiling.search import workload_of_shape  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "hap.md"
 LAYERS, HIDDEN = 32, 128

@@ -36,8 +36,9 @@ from gnnpipe.plan import Placement, Plan, RowWay  # noqa: E402
 from gnnpipe.planner import PlanRequest, Shape, find_plan  # noqa: E402
 from gnnpipe.planner.auto import every_candidate  # noqa: E402
 from gnnpipe.planner.candidate import Candidate  # noqa: E402
+from gnnpipe.planner.given_devices import Hardware  # noqa: E402
 from gnnpipe.profiling.profile import take_planning_profile  # noqa: E402
-from gnnpipe.profiling.search import Hardware, search_space, workload_of_request  # noqa: E402
+from gnnpipe.profiling.search import search_space, workload_of_request  # noqa: E402
 from gnnpipe.runtime.comm.launch import launched_world_size  # noqa: E402
 from gnnpipe.runtime.comm.mesh import Mesh  # noqa: E402
 from gnnpipe.runtime.comm.world import World  # noqa: E402

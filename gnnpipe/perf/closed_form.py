@@ -19,10 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, LARGE_BYTES, ROW_EXCHANGES, SHARD_SUMS
-from gnnpipe.errors import InputError
 from gnnpipe.perf.memory import estimate_memory
 from gnnpipe.perf.parts import column_work
-from gnnpipe.perf.profile import LinkTimes, OpTimes
+from gnnpipe.perf.profile import OpTimes
 from gnnpipe.perf.volume import fit_numbers
 from gnnpipe.perf.workload import STALE_SHARE, Workload
 from gnnpipe.plan import ModelGraph, Op, Plan, RowWay, StageDag, StagePlan
@@ -287,12 +286,7 @@ class ClosedForm:
         """Return latency and bandwidth of a link of the cluster, or of the profile's ``name``."""
         if link is not None:
             return link.latency_s, link.bandwidth_bytes_per_s
-        found: LinkTimes | None = getattr(self.workload.profile, name)
-        if found is None:
-            raise InputError(
-                f"--profile: {name}: was not measured; take the profile with torchrun "
-                "--nproc-per-node 2 -m gnnpipe profile and the same settings"
-            )
+        found = self.workload.profile.link(name)
         return found.latency_s, found.bandwidth_bytes_per_s
 
     def _costs(self, is_precomputed: bool, recompute: bool) -> _OpCosts:
@@ -309,16 +303,14 @@ class ClosedForm:
         return self._found_costs[key]
 
     def _op_costs(self, precomputed: Collection[str], recompute: bool) -> _OpCosts:
-        work, known = self.workload, self._compute.ops
-        loss = work.loss_rows
+        work, loss = self.workload, self.workload.loss_rows
         found: dict[tuple[object, ...], tuple[float, ...]] = {}
         columns = []
         for op, kind in zip(self.model.ops, work.kinds, strict=True):
             key = kind, op.vertex_type, op.pushed_type, op.name in loss.ops, op.name in precomputed
             if key not in found:
-                if kind not in known:
-                    raise InputError(f"--profile: has no {self.model.unit} like {op.name} ({kind})")
-                times = known[kind].recomputing(op.is_linear) if recompute else known[kind]
+                times = self._compute.times_of(op, kind, self.model.unit)
+                times = times.recomputing(op.is_linear) if recompute else times
                 found[key] = self._kind_costs(op, times, op.name in precomputed)
             columns.append(found[key])
         return _OpCosts(*np.array(columns).T)

@@ -28,7 +28,7 @@ from gnnpipe.planner.candidate import MAX_CHUNKS, Candidate, FoundPlan, SearchSp
 from gnnpipe.planner.chain import cut_chain
 from gnnpipe.planner.devices import Slot, arrangements, by_machine, stage_counts
 from gnnpipe.planner.interval import Interval
-from gnnpipe.planner.planner import PLANNERS, PlanRequest, Shape
+from gnnpipe.planner.planner import AUTO, PLANNERS, PlanRequest, Shape
 from gnnpipe.planner.searched_shares import with_searched_shares
 from gnnpipe.planner.series_parallel import has_branches
 from gnnpipe.planner.stage_search import Limits, StageCosts, as_plan, candidates
@@ -325,4 +325,4 @@ class AutoPlanner:
         )
 
 
-PLANNERS.add("auto", AutoPlanner())
+PLANNERS.add(AUTO, AutoPlanner())

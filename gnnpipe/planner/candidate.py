@@ -348,8 +348,9 @@ class FoundPlan:
         if self.runner_up is not None:
             slower = self.runner_up.simulated_s / best.simulated_s - 1
             yield (
-                f"runner-up: {self.runner_up.name}, {self.runner_up.simulated_s:.4g} s "
-                f"({slower:+.1%}); {what_would_win(best, self.runner_up)}"
+                f"runner-up: {self.runner_up.name}, predicted {self.runner_up.simulated_s:.4g} s "
+                f"an epoch, {slower:.1%} more than the {best.simulated_s:.4g} s of the plan; "
+                f"{what_would_win(best, self.runner_up)}"
             )
         if self.rounded is not None:
             saved = 1 - self.rounded.simulated_s / best.simulated_s

@@ -148,11 +148,7 @@ class _Splitter:
     @property
     def _profiled(self) -> OpTimes:
         compute = self.workload.profile.compute_of(self.workload.ranks_at_once)
-        if self.kind not in compute.ops:
-            raise InputError(
-                f"--profile: has no {self.workload.model.unit} like {self.op.name} ({self.kind})"
-            )
-        return compute.ops[self.kind]
+        return compute.times_of(self.op, self.kind, self.workload.model.unit)
 
     def _times(self) -> tuple[Work, Work, Work]:
         """Return the work of the dense product, of the row-wise part and of the aggregation."""

@@ -5,9 +5,10 @@ import pytest
 from gnnpipe.config import TrainConfig
 from gnnpipe.plan import RowWay
 from gnnpipe.plan.cluster import Cluster, Device, Link
+from gnnpipe.planner.given_devices import Hardware
 from gnnpipe.planner.hap_pipeline import Choice, Choices, GroupPlanner, best_plan, groupings
 from gnnpipe.profiling.scenario import GraphShape, model_on_shape
-from gnnpipe.profiling.search import Hardware, workload_of_shape
+from gnnpipe.profiling.search import workload_of_shape
 
 FREE = Link(1e15, 0.0)
 EQUAL = Choices(Choice.EQUAL, Choice.EQUAL, by_halo=True)

@@ -24,10 +24,11 @@ from gnnpipe.planner.distributed_program import (
     Split,
     State,
 )
+from gnnpipe.planner.given_devices import Hardware
 from gnnpipe.planner.primitive_work import Work, primitive_model
 from gnnpipe.planner.program_costs import GraphSizes, ProgramCosts
 from gnnpipe.profiling.scenario import GraphShape, model_on_shape
-from gnnpipe.profiling.search import Hardware, workload_of_shape
+from gnnpipe.profiling.search import workload_of_shape
 
 FAST, SLOW = Device(1.0, 10**11), Device(0.5, 10**11)
 ALL_TO_ALL = Conversion(Collective.ALL_TO_ALL, State.ROWS, State.COLUMNS)
