@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -34,39 +34,47 @@ _EXCERPT = 4
 
 
 class WeightPolicy(Protocol):
-    """Choice of the weights that a stage computes with, for each pass of a chunk.
+    """Choice of the weights in each pass of a chunk (``optim.weight_policies``).
 
-    A policy may put other weights into the stage's parameters while a context is open. When the
-    context ends, the parameters hold the same bits as before.
+    In an open context the parameters may hold other weights. When the context ends, they hold the
+    same bits as before.
     """
 
-    def for_forward(self, action: Action) -> AbstractContextManager[None]:
-        """Return the context in which a FORWARD action runs."""
+    def for_forward(self, position: int) -> AbstractContextManager[None]:
+        """Return the context of forward at a position of the program."""
 
-    def for_backward(self, action: Action) -> AbstractContextManager[None]:
-        """Return the context in which a BACKWARD action runs."""
+    def for_backward(self, position: int) -> AbstractContextManager[None]:
+        """Return the context of backward at a position of the program."""
 
+    def stepped(self) -> None:
+        """Note an optimizer step, while the parameters still have its gradients."""
 
-class LatestWeights:
-    """Policy that uses the weights after the last optimizer step in every pass."""
-
-    def for_forward(self, action: Action) -> AbstractContextManager[None]:
-        """Return a context that changes nothing."""
-        return nullcontext()
-
-    def for_backward(self, action: Action) -> AbstractContextManager[None]:
-        """Return a context that changes nothing."""
-        return nullcontext()
+    def flush(self) -> None:
+        """Forget all versions but the current one: no chunk is between forward and backward."""
 
 
 @dataclass(frozen=True, eq=False)
 class WeightUpdate:
-    """Parts of the optimizer step, and the weight policy."""
+    """Parts of the optimizer step, and the weights of passes with a version gap."""
 
     gradient_sum: GradientSum
     grad_clip: GradClip
     optimizer: torch.optim.Optimizer | None
-    policy: WeightPolicy = field(default_factory=LatestWeights)
+    policy: WeightPolicy | None = None
+    """``None``: every pass computes with the newest weights."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """A program that is being executed."""
+
+    program: CheckedProgram
+    order: Sequence[int]
+    """The chunk of every pass."""
+    policy: WeightPolicy | None = None
+    epoch_end: Callable[[], None] | None = None
+    new_losses: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Chunk and loss of the passes since the last step."""
 
 
 class Executor:
@@ -110,18 +118,17 @@ class Executor:
         self._weight_hooks = WeightHooks(p for _, p in stage.stage_module.named_parameters())
         self.p2p = PointToPoint(mesh, *dtypes)
         self.has_stepped = True
-        """Whether the last training pass changed the weights: not if its loss or gradients were not
-        finite."""
+        """Whether all optimizer steps of the last program changed the weights: a step does not if
+        its loss or gradients are not finite."""
         self.faulty_chunks: list[int] = []
-        """Chunks whose loss was not finite in the last training pass."""
+        """Chunks whose loss was not finite in the last program."""
         self.epoch_bytes = CommVolume(0, 0, 0, 0)
-        """Bytes that this rank sent in the last training pass."""
+        """Bytes that this rank sent in an epoch of the last training program."""
         self._widths_in = {t.source: t.widths for t in dag.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in dag.sends(mesh.stage)}
         self._types = {k: v for t in dag.transfers for k, v in t.types.items()}
         self._probe_bytes = 0
-        self._order: Sequence[int] = range(self.num_chunks)
-        self._program: CheckedProgram | None = None
+        self._running: _Running | None = None
         self._next: Action | None = None
         self._at: tuple[Action, int] | None = None
         """Current action and epoch."""
@@ -130,14 +137,25 @@ class Executor:
         self._results: dict[int, dict[str, Tensor]] = {}
 
     def run(
-        self, program: CheckedProgram, order: Sequence[int], *, epoch: int, training: bool
+        self,
+        program: CheckedProgram,
+        order: Sequence[int],
+        *,
+        epoch: int,
+        training: bool,
+        epoch_end: Callable[[], None] | None = None,
     ) -> dict[int, dict[str, Tensor]]:
-        """Execute one pass; ``order[position]`` is the chunk at a position.
+        """Execute a program; label iterations, if there are any, run before.
 
-        Label iterations, if there are any, run before the pass.
+        Args:
+            program: The program.
+            order: The chunk of every pass.
+            epoch: Number of the (first) epoch.
+            training: Whether backward follows.
+            epoch_end: Called after the last optimizer step of each epoch but the last.
 
         Returns:
-            Results of the last stage by chunk: {"loss": scalar} in training, {"x": logits
+            Results of the last stage by position: {"loss": scalar} in training, {"x": logits
             [C, classes]} in evaluation; empty on other stages.
 
         Raises:
@@ -149,32 +167,50 @@ class Executor:
         if self.label_inputs is not None:
             self._prepare_labels(self.label_inputs, epoch, training)
         if training:
-            recorder.begin_epoch(order, program.is_exact)
+            recorder.begin_epoch(order, program.is_exact, program.epochs)
+            self.has_stepped, self.faulty_chunks = True, []
         self.gradient_sum.forget()
-        self.stage.begin(epoch, training, program.is_exact)
-        self._pass(program, order, epoch)
+        self.stage.begin(epoch, training, program.is_exact, program.steps_by_chunk)
+        policy = self.weight_policy if training and program.steps_by_chunk else None
+        self._pass(_Running(program, order, policy, epoch_end), epoch)
+        if training and not _steps_together(program):
+            self._tell_faults()
         self.stage.end(self.has_stepped)
         if training:
-            after = self._sent_bytes()
-            self.epoch_bytes = CommVolume(*(b - a for a, b in zip(before, after, strict=True)))
+            sent = zip(before, self._sent_bytes(), strict=True)
+            self.epoch_bytes = CommVolume(*((b - a) // program.epochs for a, b in sent))
         return self._results
 
-    def _pass(self, program: CheckedProgram, order: Sequence[int], epoch: int) -> None:
-        """Execute the actions of one pass that has begun."""
-        self._order, self._program = order, program
-        self._results = {}
+    def _tell_faults(self) -> None:
+        """Tell all ranks of steps that stages have skipped on their own."""
+        has_fault = float(not self.has_stepped or bool(self.faulty_chunks))
+        self.has_stepped = not self.mesh.sum([has_fault])[0]
+
+    def _pass(self, running: _Running, epoch: int) -> None:
+        """Execute the actions of a program that has begun."""
+        self._running, self._results = running, {}
         try:
             with self._weight_hooks.held_back():
-                self._walk(program.stages[self.mesh.stage], epoch)
+                self._walk(running.program.stages[self.mesh.stage], epoch)
         except BaseException:
             self.stage.abandon()
             self._results.clear()
             self._leaving.clear()
             self.p2p.abandon()
             raise
+        finally:
+            running.epoch_end = None  # holds the caller
+            if running.policy is not None:
+                running.policy.flush()
         self.mesh.recorder.end_actions()
         self.p2p.drain()
         self._leaving.clear()
+
+    @property
+    def _now(self) -> _Running:
+        """The program that is being executed."""
+        assert self._running is not None
+        return self._running
 
     def _prepare_labels(self, labels: LabelInputs, epoch: int, training: bool) -> None:
         """Write the label inputs of a pass; label iterations predict the other vertices' inputs."""
@@ -188,7 +224,7 @@ class Executor:
                     self.stage.begin_label_iteration(iterations.dropout_epoch(epoch, number))
                 else:
                     self.stage.begin(epoch, False)
-                self._pass(iterations.program, range(self.num_chunks), epoch)
+                self._pass(_Running(iterations.program, range(self.num_chunks)), epoch)
                 self.stage.end()
                 labels.write(self._predicted(iterations))
 
@@ -262,29 +298,33 @@ class Executor:
         return values
 
     def _forward(self, action: Action) -> None:
-        chunk = self._order[action.position]
+        chunk = self._now.order[action.position]
         if action.steps[0] == 0:
             values = self._take(Direction.FORWARD, self._widths_in, action.position)
-            self.stage.enter(chunk, values)
-        with self.weight_policy.for_forward(action):
+            self.stage.enter(chunk, values, action.position // self.num_chunks)
+        policy = self._now.policy
+        with nullcontext() if policy is None else policy.for_forward(action.position):
             values = self.stage.forward(chunk, range(*action.steps))
         if action.steps[1] == self.stage.num_steps:
             # Detached: their graph would keep its leaves alive.
             values = {name: value.detach() for name, value in values.items()}
             if self._widths_out:
                 self._leaving[action.position] = values
-            else:
-                self._results[chunk] = values
+                return
+            self._results[action.position] = values
+            if "loss" in values:
+                self._now.new_losses.append((chunk, values["loss"]))
 
     def _backward(self, action: Action) -> None:
-        chunk = self._order[action.position]
+        chunk = self._now.order[action.position]
         if action.steps[1] == self.stage.num_steps:
             if self._widths_out:
                 grads = self._take(Direction.BACKWARD, self._widths_out, action.position)
                 self.stage.seed(chunk, grads)
             else:
-                self.stage.seed_loss(chunk)
-        with self.weight_policy.for_backward(action):
+                self.stage.seed_loss(chunk, self._now.program.loss_scale)
+        policy = self._now.policy
+        with nullcontext() if policy is None else policy.for_backward(action.position):
             grads = self.stage.backward(chunk, range(*action.steps), self._next_chunk(action))
         if action.steps[0] == 0 and self._widths_in:
             self._leaving[action.position] = grads
@@ -292,7 +332,7 @@ class Executor:
     def _next_chunk(self, action: Action) -> int | None:
         """Return the chunk whose exchange of gradients may start early, if any."""
         following = self._next if action.is_repeated_by(self._next) else None
-        return None if following is None else self._order[following.position]
+        return None if following is None else self._now.order[following.position]
 
     def _forecast(self, action: Action) -> None:
         assert self.forecaster is not None
@@ -301,8 +341,8 @@ class Executor:
 
     def _carry(self, action: Action) -> None:
         assert self.forecaster is not None
-        assert self._program is not None
-        self.forecaster.carry(self._order, self._program.stale_pairs(self.mesh.stage))
+        stale_pairs = self._now.program.stale_pairs(self.mesh.stage)
+        self.forecaster.carry(self._now.order, stale_pairs)
 
     def _widths(self, action: Action) -> Mapping[str, int]:
         """Return name and width of the values in a send or receive."""
@@ -318,6 +358,13 @@ class Executor:
             for name in named
         }
         self.p2p.send(action.kind.direction, action.position, named, pieces)
+        program = self._now.program
+        if program.steps_by_chunk:
+            # Later passes of the stage needed what came back for these sends.
+            self.p2p.free(action.position - program.most_in_flight - 1)
+        following = self._next
+        if following is None or following != replace(action, peer=following.peer):
+            del self._leaving[action.position]  # no other stage gets the values
         if action.position == SpecialPosition.PROBE:
             self._probe_bytes += self.p2p.sent_bytes - before
 
@@ -337,25 +384,42 @@ class Executor:
 
     def _chunk(self, action: Action) -> int:
         """Return the chunk of an action, or its ``SpecialPosition``."""
-        return self._order[action.position] if action.position >= 0 else action.position
+        return self._now.order[action.position] if action.position >= 0 else action.position
 
     def _reduce(self, action: Action) -> None:
         self.gradient_sum.begin(range(*action.steps))
 
     def _step(self, action: Action) -> None:
+        now = self._now
         self.gradient_sum.finish()
         self._weight_hooks.call()
-        losses = {c: float(r["loss"]) for c, r in self._results.items() if "loss" in r}
-        self.faulty_chunks = [c for c, loss in losses.items() if not math.isfinite(loss)]
-        self.has_stepped = self.grad_clip.passes(sum(losses.values()))
+        losses = [(chunk, float(loss)) for chunk, loss in now.new_losses]
+        now.new_losses.clear()
+        self.faulty_chunks += [chunk for chunk, loss in losses if not math.isfinite(loss)]
+        if _steps_together(now.program):
+            steps = self.grad_clip.passes(sum(loss for _, loss in losses))
+        else:
+            steps = self.grad_clip.passes_in_stage()
+        self.has_stepped &= steps
         if self.forecaster is not None:
             self.forecaster.remember()
         if self.optimizer is not None:
-            if self.has_stepped:
+            if steps:
                 self.optimizer.step()
+                if now.policy is not None:
+                    now.policy.stepped()
             # Also of weights that the optimizer does not step: their gradients would add up.
             for _, parameter in self.stage.stage_module.named_parameters():
                 parameter.grad = None
+        done = action.position + 1
+        is_inner = done % self.num_chunks == 0 and 0 < done < now.program.passes
+        if is_inner and now.epoch_end is not None:
+            now.epoch_end()
+
+
+def _steps_together(program: CheckedProgram) -> bool:
+    """Whether the stages are drained before every optimizer step, so that all may decide on it."""
+    return program.consistency.max_versions_behind == 0
 
 
 # Unbound methods: bound ones would make a cycle that keeps the executor and its tables alive.
