@@ -69,11 +69,11 @@ class Predictor:
 
         ``epochs``: how many the run has left. ``speeds``: of the ranks' devices; empty: all are
         equal. None if the config disables predictions, if a profile
-        would take too long or too few epochs are left, with label iterations, and on GPUs, whose
-        epochs have no recorded steps.
+        would take too long or too few epochs are left, with label iterations or steps by chunk,
+        and on GPUs, whose epochs have no recorded steps.
         """
         config = prepared.config
-        if not config.predict or config.label_iterations:
+        if not config.predict or config.label_iterations or prepared.program.steps_by_chunk:
             return None
         has_file = config.profile != ""
         if not has_file and (epochs < MIN_EPOCHS or mesh.device.type != "cpu"):
@@ -230,10 +230,10 @@ def _check_recomputation(config: TrainConfig, profile: Profile, plan: Plan | Non
         wanted = config.recompute or is_derived
         if wanted == profile.recompute or (is_derived and not profile.recompute):
             continue
-        which = "the run recomputes" if wanted else "the run does not"
-        if any(stages):
-            which = f"stage {i} of the plan does{'' if wanted else ' not'}"
+        which = f"stage {i} of the plan" if any(stages) else "the run"
+        does = "recomputes" if wanted else "does not recompute"
         had, needed = ("with", "without") if profile.recompute else ("without", "with")
         raise InputError(
-            f"profile: recompute: was taken {had} --recompute, and {which}; take one {needed}"
+            f"profile: recompute: was taken {had} --recompute, and {which} {does}; take one "
+            f"{needed} --recompute"
         )
