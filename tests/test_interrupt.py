@@ -90,13 +90,13 @@ LONG_EPOCH = """
 import hashlib, sys, time
 from pathlib import Path
 from gnnpipe.train import loop
-real = loop.train_epoch
-def long(rank_runtime, mesh, program, order, epoch):
+real = loop.train_epochs
+def long(rank_runtime, mesh, program, order, epoch, *more):
     if epoch == 2:
         flag.touch()
         {wait}
-    return real(rank_runtime, mesh, program, order, epoch)
-loop.train_epoch = long
+    return real(rank_runtime, mesh, program, order, epoch, *more)
+loop.train_epochs = long
 from gnnpipe.__main__ import run
 out, flag = sys.argv[1], Path(sys.argv[2])
 sys.argv[1:] = ["train", "--dataset", "karate", "--checkpoint-every", "1", "--out", out]
@@ -162,14 +162,14 @@ def test_an_interrupt_of_torchrun_leaves_a_checkpoint(tmp_path, whole_group):
 
 
 def interrupt_in(epoch, monkeypatch):
-    real = loop.train_epoch
+    real = loop.train_epochs
 
-    def train(rank_runtime, mesh, program, order, number):
+    def train(rank_runtime, mesh, program, order, number, *more):
         if number + 1 == epoch:
             os.kill(os.getpid(), signal.SIGINT)
-        return real(rank_runtime, mesh, program, order, number)
+        return real(rank_runtime, mesh, program, order, number, *more)
 
-    monkeypatch.setattr(loop, "train_epoch", train)
+    monkeypatch.setattr(loop, "train_epochs", train)
 
 
 def test_an_interrupted_run_is_resumed_to_the_bit(tmp_path, monkeypatch, capsys):

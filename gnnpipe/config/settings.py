@@ -60,6 +60,9 @@ PRESETS = {
     "exact": StalenessSettings(False, 1, 1.0, True),
 }
 
+BY_CHUNK = ("1f1b", "async")
+"""Schedules in which gradients stay in their chunk; no technique for stale rows applies."""
+
 OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 """Names in ``torch.optim``."""
 
@@ -187,6 +190,14 @@ class Settings:
         "learning rate",
         low=1,
     )
+    weights: str = _training(
+        "predict",
+        "with --schedule async: weights of the passes between whose forward and backward the stage "
+        "steps. predict (forward with the weights that backward is predicted to find, PipeOptim), "
+        "latest (the newest ones), stash (backward with those of forward, PipeDream), 2bw (one "
+        "step old on all stages, PipeDream-2BW), spectrain or xpipe (predict otherwise)",
+        choices=("predict", "latest", "stash", "2bw", "spectrain", "xpipe"),
+    )
     clip_norm: float = _training(0.0, "clip the global gradient norm to this value (0: off)", low=0)
     on_nan: str = _training(
         "stop",
@@ -231,6 +242,20 @@ class Settings:
     shards: int = _shape(1, "number of shards G: ranks that share the vertices of a stage", low=1)
     chunks: int = _shape(
         1, "number of chunks K of the vertices, processed one after another", low=1
+    )
+    schedule: str = _shape(
+        "fill-drain",
+        "order of the chunks' passes: fill-drain (all forward, then all backward; with --staleness "
+        "exact layer by layer), 1f1b (forward and backward in turn, at most as many chunks in "
+        "flight as stages: less memory) or async (1f1b without a drain before optimizer steps, one "
+        "step a chunk: fewer epochs, no bubble). In 1f1b and async, gradients stay in their chunk",
+        choices=("fill-drain", "1f1b", "async"),
+    )
+    steps_every: int | None = _shape(
+        None,
+        "chunks per optimizer step with --schedule 1f1b or async; must divide --chunks (default: 1 "
+        "with async, all chunks with 1f1b)",
+        low=1,
     )
     row_way: str = _shape(
         "halo",
@@ -380,10 +405,16 @@ class Settings:
         """The epoch whose weights are kept: 'last' or 'best'."""
         return self.keep_weights or ("best" if self.patience else "last")
 
-    def staleness_settings_for(self, chunks: int) -> StalenessSettings:
-        """The preset ``staleness``, overridden by the fields that are set, for K ``chunks``."""
+    def staleness_settings_for(self, chunks: int, schedule: str = "") -> StalenessSettings:
+        """The preset ``staleness``, overridden by the fields that are set, for K ``chunks``.
+
+        ``schedule``: of the plan; default: that of the settings.
+        """
         if chunks == 1:
             return PRESETS["none"]  # nothing is stale
+        if (schedule or self.schedule) in BY_CHUNK:
+            is_shuffled = self.shuffle_chunks is not False
+            return dataclasses.replace(PRESETS["none"], shuffle_chunks=is_shuffled)
         names = [f.name for f in dataclasses.fields(StalenessSettings) if f.name != "is_exact"]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         found = dataclasses.replace(PRESETS[self.staleness], **given)

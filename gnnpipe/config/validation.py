@@ -6,7 +6,7 @@ import math
 import re
 
 from gnnpipe.config.fields import flag
-from gnnpipe.config.settings import LOGGERS, Settings
+from gnnpipe.config.settings import BY_CHUNK, LOGGERS, Settings
 from gnnpipe.errors import InputError
 
 
@@ -30,6 +30,7 @@ def check_combinations(config: Settings) -> None:
     _check_checkpoints(config)
     check_staleness(config, config.chunks)
     _check_plan(config)
+    _check_schedule(config)
     _check_labels(config)
     unknown = [name for name in config.loggers if name not in LOGGERS]
     if unknown:
@@ -152,8 +153,15 @@ UNUSED_IN_EXACT = {
 """Settings that have no effect in an exact run, and the value that says the same."""
 
 
-def check_staleness(config: Settings, chunks: int) -> None:
-    """``InputError`` if the settings of stale rows contradict each other with K ``chunks``."""
+def check_staleness(config: Settings, chunks: int, schedule: str = "") -> None:
+    """``InputError`` if the settings of stale rows contradict each other with K ``chunks``.
+
+    ``schedule``: of the plan; default: that of the settings.
+    """
+    schedule = schedule or config.schedule
+    if schedule in BY_CHUNK:
+        _check_staleness_by_chunk(config, schedule)
+        return
     is_exact = config.staleness == "exact" and chunks > 1
     for name, neutral in UNUSED_IN_EXACT.items() if is_exact else ():
         value = getattr(config, name)
@@ -171,6 +179,51 @@ def check_staleness(config: Settings, chunks: int) -> None:
         raise InputError(
             f"{flag(name)} {getattr(config, name)}: a forecast starts from the embeddings of the "
             f"previous epoch, not from a snapshot; leave it out, or try {hint}"
+        )
+
+
+def _check_staleness_by_chunk(config: Settings, schedule: str) -> None:
+    """Check that no technique for stale rows is asked for with steps by chunk."""
+    if config.staleness in ("paper", "exact"):
+        raise InputError(
+            f"--staleness {config.staleness}: not used with --schedule {schedule}, where stale "
+            "rows are used as they are and gradients stay in their chunk; leave one of the two out"
+        )
+    for name, neutral in UNUSED_IN_EXACT.items():
+        value = getattr(config, name)
+        if name != "shuffle_chunks" and value not in (None, neutral):
+            raise InputError(
+                f"{flag(name)} {value}: has no effect with --schedule {schedule}, where stale rows "
+                "are used as they are and gradients stay in their chunk; leave one of the two out"
+            )
+
+
+def _check_schedule(config: Settings) -> None:
+    """Check the settings of steps by chunk against the others."""
+    every, chunks = config.steps_every, config.chunks
+    is_by_chunk = config.schedule in BY_CHUNK
+    if config.schedule == "async" and config.label_inputs:
+        raise InputError(
+            f"--label-inputs {config.label_inputs:g}: changes the features in every epoch, and "
+            "with --schedule async chunks of two epochs are in flight; try --schedule 1f1b"
+        )
+    from_file = config.plan not in ("uniform", "auto")
+    if config.weights != "predict" and config.schedule != "async" and not from_file:
+        raise InputError(
+            f"--weights {config.weights}: has no effect with --schedule {config.schedule}, where "
+            "every pass computes with the newest weights; try --schedule async"
+        )
+    if every is None or config.plan != "uniform":
+        return
+    if not is_by_chunk:
+        raise InputError(
+            f"--steps-every {every}: --schedule {config.schedule} takes one optimizer step an "
+            "epoch; try --schedule 1f1b or async"
+        )
+    if chunks % every:
+        divisors = [str(n) for n in range(1, chunks + 1) if chunks % n == 0]
+        raise InputError(
+            f"--steps-every {every}: does not divide --chunks {chunks}; try {', '.join(divisors)}"
         )
 
 
@@ -194,6 +247,7 @@ def _check_plan(config: Settings) -> None:
     shape = {"stages": config.stages, "shards": config.shards, "chunks": config.chunks}
     given = [f"{flag(name)} {value}" for name, value in shape.items() if value > 1]
     given += [f"--row-way {config.row_way}"] * (config.row_way != "halo")
+    given += [f"--schedule {config.schedule}"] * (config.schedule != "fill-drain")
     if config.plan == "auto" and given:
         raise InputError(
             f"{', '.join(given)}: no effect with --plan auto, which finds the shape; leave one of "

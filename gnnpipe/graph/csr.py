@@ -94,6 +94,16 @@ class RowCSR:
         part._ranges[0, stop - start] = part.indices, part.indptr, part.values
         return part
 
+    def block(self, rows: tuple[int, int], columns: tuple[int, int]) -> RowCSR:
+        """A copy of a range of rows and of columns, both (start, stop) and numbered from 0."""
+        indices, offsets, values = self._range(*rows)
+        first, last = columns
+        kept = (indices >= first) & (indices < last)
+        before = torch.zeros(len(kept) + 1, dtype=offsets.dtype, device=offsets.device)
+        torch.cumsum(kept, 0, out=before[1:])
+        pointer = before.index_select(0, offsets)
+        return RowCSR(pointer, indices[kept] - first, values[kept], last - first, self.kernel)
+
     def transpose(self) -> RowCSR:
         """The transpose [T, R], with ascending columns in each of its rows."""
         indices, indptr = self.indices.cpu().numpy(), self.indptr.cpu().numpy()

@@ -227,6 +227,10 @@ class LinearOperator:
     )
     """For each range of rows of the transpose: a set of chunks, and the columns of these chunks.
     All layers of an epoch use the same."""
+    _of_chunk: dict[tuple[int, int, int], RowCSR] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """By range of rows of the transpose and chunk: the columns of the chunk."""
 
     @classmethod
     def build(
@@ -276,6 +280,14 @@ class LinearOperator:
             part = self.transposed.keep_columns(start, stop, self._chunk_of, is_kept)
             self._parts[start, stop] = chunks, part
         return part.matmul(grads)
+
+    def back_from(self, chunk: int, grads: Tensor, start: int, stop: int) -> Tensor:
+        """Rows start:stop of the transpose times ``grads`` [C, F] of one chunk's target rows."""
+        key = start, stop, chunk
+        if key not in self._of_chunk:
+            columns = self.into_ptr[chunk], self.into_ptr[chunk + 1]
+            self._of_chunk[key] = self.transposed.block((start, stop), columns)
+        return self._of_chunk[key].matmul(grads)
 
     def forget(self) -> None:
         """Drop cached parts, after the order of the chunks changed."""

@@ -34,6 +34,8 @@ class FeatureTable:
     ) -> None:
         """``num_labels``: number C of last columns that hold labels (``label_columns``)."""
         self._transposed: RowCSR | None = None
+        self._transposed_parts: dict[tuple[int, int], RowCSR] = {}
+        self._waits = True
         self._x: Tensor | RowCSR
         self.label_columns: Tensor | None = None
         """[n, C], written between two passes; of dense features a view, else kept dense."""
@@ -99,8 +101,12 @@ class FeatureTable:
         waiting.chunks.clear()
         return self._product(waiting.grads, 0, self.num_rows, is_rounded)
 
-    def begin(self) -> None:
-        """Begins a training pass: drops pending gradients, keeps their memory."""
+    def begin(self, waits: bool = True) -> None:
+        """Begins a training pass: drops pending gradients, keeps their memory.
+
+        ``waits``: the weight's gradient is needed after the last chunk only, not after each.
+        """
+        self._waits = waits
         for waiting in self._waiting.values():
             waiting.chunks.clear()
             waiting.expected.clear()
@@ -119,7 +125,7 @@ class FeatureTable:
         """
         name = id(weight)
         is_trained = weight.is_leaf and weight.requires_grad and torch.is_grad_enabled()
-        if start == stop or not is_trained:
+        if start == stop or not is_trained or not self._waits:
             return None
         waiting = self._waiting.setdefault(name, _Waiting())
         if start in waiting.expected or start in waiting.chunks:
@@ -132,11 +138,13 @@ class FeatureTable:
         if isinstance(self._x, Tensor):
             return product(grad.t(), self._x[start:stop], is_rounded)
         assert self._transposed is not None
-        whole = grad
+        turned = self._transposed
         if stop - start < self.num_rows:
-            whole = grad.new_zeros(self.num_rows, grad.shape[1])
-            whole[start:stop] = grad
-        found = self._transposed.matmul(whole.contiguous()).t()
+            if (start, stop) not in self._transposed_parts:
+                part = turned.block((0, turned.num_rows), (start, stop))
+                self._transposed_parts[start, stop] = part
+            turned = self._transposed_parts[start, stop]
+        found = turned.matmul(grad.contiguous()).t()
         if self.label_columns is None:
             return found
         return torch.cat([found, grad.t() @ self.label_columns[start:stop]], dim=1)

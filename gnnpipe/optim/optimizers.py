@@ -57,7 +57,7 @@ def make_optimizer(
     choice: OptimizerChoice | None,
     module: nn.Module,
     own: Mapping[str, nn.Parameter],
-    device: torch.device,
+    is_fused: bool,
 ) -> Optimizer:
     """Return the optimizer of a stage.
 
@@ -67,7 +67,7 @@ def make_optimizer(
         choice: The user's optimizer; of an optimizer of the model's parameters a copy is used.
         module: The whole model.
         own: The weights of the stage by their name in ``module``; may be empty.
-        device: Where the weights are.
+        is_fused: Use the fused kernels of Adam and AdamW.
 
     Raises:
         InputError: ``choice`` returns no optimizer, or one of weights that ``module`` lacks.
@@ -77,7 +77,7 @@ def make_optimizer(
     if isinstance(choice, type):
         arguments = _arguments(config, choice)
         if choice in (torch.optim.Adam, torch.optim.AdamW):
-            arguments["fused"] = device.type == "cuda"
+            arguments["fused"] = is_fused
         # A group, because a stage may have no weights: a group may be empty, a plain list may not.
         optimizer: Optimizer = choice([{"params": own.values()}], **arguments)
         return optimizer

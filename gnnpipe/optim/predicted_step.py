@@ -139,6 +139,31 @@ def _rule_of(kind: type[Optimizer]) -> _Rule | None:
     return None
 
 
+class StepRates:
+    """Learning rates of the coming steps of a program, for weight policies that predict steps."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Count the steps of ``optimizer`` from now on."""
+        self._optimizer = optimizer
+        optimizer.register_step_post_hook(self._note_step)
+        self._by_epoch: Sequence[Sequence[float]] = ()
+        self._steps_per_epoch, self._done = 1, 0
+
+    def begin(self, by_epoch: Sequence[Sequence[float]], steps_per_epoch: int) -> None:
+        """Begin a program; ``by_epoch``: rates [epoch][group], empty: those of the optimizer."""
+        self._by_epoch, self._steps_per_epoch, self._done = by_epoch, steps_per_epoch, 0
+
+    def _note_step(self, *_: object) -> None:
+        self._done += 1
+
+    def __call__(self, ahead: int) -> Sequence[float]:
+        """Return the rates by group of the step ``ahead`` steps after the next one."""
+        epoch = (self._done + ahead) // self._steps_per_epoch
+        if epoch < len(self._by_epoch):
+            return self._by_epoch[epoch]
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+
 class StepPrediction:
     """Predicts the next steps of one optimizer."""
 

@@ -34,7 +34,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,28 +57,12 @@ class StageSteps:
     """Number of stages before this one, on the longest path."""
 
 
-class WeightPolicy(Protocol):
-    """Choice of the weights in each pass of a chunk.
-
-    In an open context the parameters may hold other weights. When the context ends, they hold the
-    same bits as before.
-    """
-
-    def for_forward(self, position: int) -> AbstractContextManager[None]:
-        """Return the context of forward at a position of the program."""
-
-    def for_backward(self, position: int) -> AbstractContextManager[None]:
-        """Return the context of backward at a position of the program."""
-
-    def stepped(self) -> None:
-        """Note an optimizer step, while the parameters still have its gradients."""
-
-    def flush(self) -> None:
-        """Forget all versions but the current one: no chunk is between forward and backward."""
-
-
 class Latest:
-    """Policy without correction; base of the other policies."""
+    """Policy without correction; base of the other policies.
+
+    The executor opens a context for each pass (``runtime.executor.WeightPolicy``). In an open
+    context the parameters may hold other weights; when it ends, the same bits as before.
+    """
 
     def __init__(self, steps: StageSteps) -> None:
         self._gaps = steps.gaps
@@ -271,7 +254,7 @@ class XPipe(Predict):
         return self._holding(self._guess)
 
 
-WEIGHT_POLICIES: Registry[Callable[[StageSteps], WeightPolicy]] = Registry("weight policy")
+WEIGHT_POLICIES: Registry[Callable[[StageSteps], Latest]] = Registry("weight policy")
 """Weight policies by the name in a flag."""
 
 WEIGHT_POLICIES.add("latest", Latest)
@@ -280,3 +263,6 @@ WEIGHT_POLICIES.add("2bw", DoubleBuffered)
 WEIGHT_POLICIES.add("predict", Predict)
 WEIGHT_POLICIES.add("spectrain", SpecTrain)
 WEIGHT_POLICIES.add("xpipe", XPipe)
+
+PREDICTING = frozenset({"predict", "spectrain", "xpipe"})
+"""Policies that predict optimizer steps, by the rule of the optimizer."""

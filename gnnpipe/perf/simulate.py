@@ -52,8 +52,8 @@ class TaskKind(StrEnum):
     """Sum over the shards for a mean over all vertices, or for its gradient."""
     REDUCE_GRADIENTS = "REDUCE_GRAD"
     SYNC = "SYNC"
-    """All-reduce of a few numbers over all ranks; position 0 before the optimizer's step, 1 after
-    the step."""
+    """All-reduce of a few numbers over all ranks; the position is its number in the program: with
+    one optimizer step 0 before the step, 1 after the step."""
     READ = "READ"
     """Input, on a device of its own; READ and COPY are tasks of scripts/ssgd_model.py."""
     COPY = "COPY"

@@ -72,7 +72,7 @@ def _shifted(record: R, offset_s: float) -> R:
 
 @dataclass
 class EpochSpans:
-    """Times that one rank recorded in one epoch."""
+    """Times that one rank recorded in one epoch, or from one flush to the next."""
 
     start_s: float
     end_s: float = 0.0
@@ -89,6 +89,8 @@ class EpochSpans:
     """All-reduce over all ranks before the optimizer's step; None with a single rank."""
     is_exact: bool = False
     """Whether the epoch had no stale read."""
+    count: int = 1
+    """Number of epochs."""
 
     @property
     def before_sync_s(self) -> float:
@@ -184,9 +186,8 @@ def time_shares(
         bubble += max(min(all_actions_end_s, spans.end_s) - stage_end_s, 0.0)
         waited = exposed + exposed_graph + bubble + imbalance
         compute = spans.end_s - spans.start_s - waited
-        found.append(
-            TimeShares(compute, exposed, exposed_graph, bubble, imbalance, hidden, hidden_graph)
-        )
+        times = compute, exposed, exposed_graph, bubble, imbalance, hidden, hidden_graph
+        found.append(TimeShares(*(time_s / spans.count for time_s in times)))
     return found
 
 

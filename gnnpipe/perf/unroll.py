@@ -14,8 +14,8 @@ rules follow ``runtime.executor``:
   rows of the result return, and the step then waits for these;
 - sums over the shards for forecasts and means are waited for at once. Sums of gradients have phases
   (``collectives.ShardSum``): the next one starts where the next bucket starts, or before the step;
-- all ranks wait for one another before the optimizer's step (norm of the gradients) and after the
-  step (loss).
+- all ranks wait for one another before the optimizer's step (norm of the gradients), unless stages
+  step without a drain, and after the last step (loss).
 
 Sends and receives take no time on a device.
 """
@@ -39,7 +39,9 @@ def program_tasks(
     overlap: bool = True,
     lanes: Sequence[int] | None = None,
 ) -> Tasks:
-    """Return the tasks of one epoch; ``order[position]`` is the chunk (default: the position).
+    """Return the tasks from one flush to the next, usually of one epoch.
+
+    ``order[position]`` is the chunk of a pass (default: ascending in each epoch).
 
     Without ``overlap`` a rank waits for all that it sends, and receives are always posted. The
     devices are resources 0 to ranks - 1, by rank.
@@ -48,7 +50,7 @@ def program_tasks(
     sizes, device and links of one of these in every stage. Only these have tasks; the makespan is
     the same.
     """
-    order = range(program.chunks) if order is None else order
+    order = [p % program.chunks for p in range(program.passes)] if order is None else order
     tasks = Tasks()
     for rank in range(program.placement.num_ranks):
         tasks.open(f"rank {rank}", in_order=True)
@@ -105,6 +107,7 @@ class _StageTasks:
         self._recorded: list[list[int]] = [[] for _ in range(self.num_steps)]
         """Exchanges of gradients to columns, by the step that pushed the rows."""
         self._returning: dict[tuple[int, int], list[int]] = {}
+        self._num_syncs = 0
         self._buckets: list[tuple[int, int, int, int]] = []
         """Gradient sums under way: current task, bytes, step and number of remaining phases."""
 
@@ -112,6 +115,7 @@ class _StageTasks:
         """Add all tasks."""
         actions = self.program.stages[self.stage]
         last = max((i for i, a in enumerate(actions) if a.kind is ActionKind.BACKWARD), default=-1)
+        last_step = max((i for i, a in enumerate(actions) if a.kind is ActionKind.STEP), default=-1)
         self._last = dict.fromkeys(self.shards, -1)
         self._waits = {shard: [] for shard in self.shards}
         begins = [self.costs.begin_s(self.stage, shard) for shard in self.shards]
@@ -129,13 +133,26 @@ class _StageTasks:
             elif action.kind is ActionKind.REDUCE_GRADIENTS:
                 self._sum_gradients(action)
             elif action.kind is ActionKind.STEP:
-                self._finish_gradient_sums()
-                self._sync(0)
-                updates = [self.costs.update_s(self.stage, shard) for shard in self.shards]
-                self._device(TaskKind.STEP, updates)
-                self._sync(1)
+                self._step(index == last_step)
             else:
                 self._probe(action)
+
+    def _step(self, is_last: bool) -> None:
+        self._finish_gradient_sums()
+        if self.program.consistency.max_versions_behind == 0:
+            self._sync()
+        updates = [self.costs.update_s(self.stage, shard) for shard in self.shards]
+        self._device(TaskKind.STEP, updates)
+        if is_last:
+            self._sync()
+
+    def _finish_s(self, action: Action, shard: int, is_last: bool) -> float:
+        """Return the time for the features' weight after a B: of all chunks, or of its own."""
+        if self.program.steps_by_chunk:
+            share = (action.steps[0] == 0) / self.program.chunks
+        else:
+            share = float(is_last)
+        return share * self.costs.finish_s(self.stage, shard) if share else 0.0
 
     def _device(
         self, kind: TaskKind, durations_s: list[float], position: int = -1, step: int = -1
@@ -201,13 +218,13 @@ class _StageTasks:
         self._wait(self._move_columns(ColumnMove.READ_TO_ROWS, position, step - 1))
         return [whole - part for whole, part in zip(each, products, strict=True)]
 
-    def _all_steps(self, action: Action, is_last: bool = False) -> None:
+    def _all_steps(self, action: Action, is_last: bool | None = None) -> None:
         """Run all steps as one task: with one shard no rows are exchanged between them."""
         chunk, way = self.order[action.position], action.kind.direction
         steps = range(*action.steps)
         time_s = sum(self.costs.step_s(way, self.stage, 0, chunk, step) for step in steps)
-        if is_last:
-            time_s += self.costs.finish_s(self.stage, 0)
+        if is_last is not None:
+            time_s += self._finish_s(action, 0, is_last)
         step = steps[0] if len(steps) == 1 else -1
         self._device(TaskKind(action.kind), [time_s], action.position, step)
 
@@ -225,8 +242,8 @@ class _StageTasks:
                 self._pull(action.position, step, repeat)
                 own = self._pull_times(chunk, step)
                 each = [whole - part for whole, part in zip(each, own, strict=True)]
-            if is_last and step == action.steps[0]:
-                extra = [self.costs.finish_s(self.stage, shard) for shard in self.shards]
+            if step == action.steps[0]:
+                extra = [self._finish_s(action, shard, is_last) for shard in self.shards]
                 each = [time_s + more for time_s, more in zip(each, extra, strict=True)]
             self._device(TaskKind.BACKWARD, each, action.position, step)
             if step:
@@ -346,8 +363,10 @@ class _StageTasks:
         time_s = self.costs.shard_sum_s(self.stage, size)
         self._wait(self.tasks.add(what, self._shard_link(), time_s, tuple(self._last.values())))
 
-    def _sync(self, position: int) -> None:
+    def _sync(self) -> None:
         """Wait for all ranks; the first stage adds the task."""
+        position = self._num_syncs
+        self._num_syncs += 1
         if self.program.placement.num_ranks == 1:
             return
         if len(self.syncs) == position:

@@ -81,6 +81,14 @@ class StageDag:
             found[transfer.target] = max(found[transfer.target], found[transfer.source] + 1)
         return tuple(found)
 
+    @cached_property
+    def distances(self) -> tuple[int, ...]:
+        """For each stage, the number of stages behind it on the longest path of transfers."""
+        found = [0] * self.plan.num_stages
+        for transfer in sorted(self.transfers, key=lambda t: -t.source):
+            found[transfer.source] = max(found[transfer.source], found[transfer.target] + 1)
+        return tuple(found)
+
     @property
     def depth(self) -> int:
         """Number of stages on the longest path of transfers; S if the stages form a chain.

@@ -32,6 +32,8 @@ class Shape:
     """No read may be stale."""
     row_way: RowWay = RowWay.HALO
     """How the rows of every aggregation that can use this way travel among the shards."""
+    schedule: str = "fill-drain"
+    """Name of the schedule, unless no read may be stale."""
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class UniformPlanner:
         return Plan(
             tuple(stages),
             shape.chunks,
-            EXACT_SCHEDULE if shape.is_exact and shape.chunks > 1 else "fill-drain",
+            EXACT_SCHEDULE if shape.is_exact and shape.chunks > 1 else shape.schedule,
             ways=_ways(model, shape),
         )
 

@@ -69,11 +69,11 @@ class Predictor:
 
         ``epochs``: how many the run has left. ``speeds``: of the ranks' devices; empty: all are
         equal. None if the config disables predictions, if a profile
-        would take too long or too few epochs are left, with label iterations, and on GPUs, whose
-        epochs have no recorded steps.
+        would take too long or too few epochs are left, with label iterations or steps by chunk,
+        and on GPUs, whose epochs have no recorded steps.
         """
         config = prepared.config
-        if not config.predict or config.label_iterations:
+        if not config.predict or config.label_iterations or prepared.program.steps_by_chunk:
             return None
         has_file = config.profile != ""
         if not has_file and (epochs < MIN_EPOCHS or mesh.device.type != "cpu"):

@@ -17,11 +17,14 @@ def gather_epoch(mesh: Mesh, counted: int) -> list[EpochSpans]:
     """Return the spans of every rank, on one clock, for the median of the last epochs.
 
     ``counted``: number of last epochs that are not warm-up. Exact epochs are skipped unless there
-    are no others. Empty on a GPU.
+    are no others. Of epochs without a flush between them, the spans are those of the most in a row.
+    Empty on a GPU.
     """
     offset = clock_offset(mesh)
     epochs = list(mesh.recorder.epochs)[-counted:]
     epochs = [epoch for epoch in epochs if not epoch.is_exact] or epochs
+    most = max((epoch.count for epoch in epochs), default=1)
+    epochs = [epoch for epoch in epochs if epoch.count == most]
     by_length = sorted(range(len(epochs)), key=lambda i: epochs[i].end_s - epochs[i].start_s)
     # Rank 0 chooses; only the spans of this epoch are sent.
     chosen = mesh.share(by_length[len(by_length) // 2] if by_length else None)

@@ -27,7 +27,8 @@ class Staleness:
     """Share of the edges that read a stale row, the same in every layer; 0 in an exact epoch."""
     drift: tuple[float, ...]
     """By layer: difference between the rows pushed in this epoch and the rows that stale reads saw;
-    NaN in an exact epoch. Most of the difference is dropout, which changes in every epoch."""
+    NaN in an exact epoch. Most of the difference is dropout, which changes in every epoch. Empty if
+    epochs follow each other without a flush."""
     moved: tuple[float, ...]
     """By layer, with a forecast: change of the probe rows by the optimizer step; NaN in an exact
     epoch."""
@@ -56,6 +57,8 @@ def measure_staleness(
     """
     if prepared.chunk_edges is None:
         return None
+    if prepared.spans_epochs and not exact:
+        return Staleness(stale_share(prepared.chunk_edges, order), (), (), ())
     places = {op.name: i for i, op in enumerate(prepared.model_graph.aggregations)}
     num_layers = len(places)
     columns = [[0.0] * num_layers for _ in range(4)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -34,39 +34,34 @@ _EXCERPT = 4
 
 
 class WeightPolicy(Protocol):
-    """Choice of the weights that a stage computes with, for each pass of a chunk.
+    """Choice of the weights in each pass of a chunk (``optim.weight_policies``).
 
-    A policy may put other weights into the stage's parameters while a context is open. When the
-    context ends, the parameters hold the same bits as before.
+    In an open context the parameters may hold other weights. When the context ends, they hold the
+    same bits as before.
     """
 
-    def for_forward(self, action: Action) -> AbstractContextManager[None]:
-        """Return the context in which a FORWARD action runs."""
+    def for_forward(self, position: int) -> AbstractContextManager[None]:
+        """Return the context of forward at a position of the program."""
 
-    def for_backward(self, action: Action) -> AbstractContextManager[None]:
-        """Return the context in which a BACKWARD action runs."""
+    def for_backward(self, position: int) -> AbstractContextManager[None]:
+        """Return the context of backward at a position of the program."""
 
+    def stepped(self) -> None:
+        """Note an optimizer step, while the parameters still have its gradients."""
 
-class LatestWeights:
-    """Policy that uses the weights after the last optimizer step in every pass."""
-
-    def for_forward(self, action: Action) -> AbstractContextManager[None]:
-        """Return a context that changes nothing."""
-        return nullcontext()
-
-    def for_backward(self, action: Action) -> AbstractContextManager[None]:
-        """Return a context that changes nothing."""
-        return nullcontext()
+    def flush(self) -> None:
+        """Forget all versions but the current one: no chunk is between forward and backward."""
 
 
 @dataclass(frozen=True, eq=False)
 class WeightUpdate:
-    """Parts of the optimizer step, and the weight policy."""
+    """Parts of the optimizer step, and the weights of passes with a version gap."""
 
     gradient_sum: GradientSum
     grad_clip: GradClip
     optimizer: torch.optim.Optimizer | None
-    policy: WeightPolicy = field(default_factory=LatestWeights)
+    policy: WeightPolicy | None = None
+    """``None``: every pass computes with the newest weights."""
 
 
 class Executor:
@@ -102,6 +97,8 @@ class Executor:
         self.exchanges = exchanges
         self.optimizer = update.optimizer
         self.weight_policy = update.policy
+        self._policy: WeightPolicy | None = None
+        """The policy in a program with steps by chunk."""
         self.forecaster = forecaster
         self.label_inputs: LabelInputs | None = None
         """Labels that are inputs, if there are any."""
@@ -110,12 +107,13 @@ class Executor:
         self._weight_hooks = WeightHooks(p for _, p in stage.stage_module.named_parameters())
         self.p2p = PointToPoint(mesh, *dtypes)
         self.has_stepped = True
-        """Whether the last training pass changed the weights: not if its loss or gradients were not
-        finite."""
+        """Whether all optimizer steps of the last program changed the weights: a step does not if
+        its loss or gradients are not finite."""
         self.faulty_chunks: list[int] = []
-        """Chunks whose loss was not finite in the last training pass."""
+        """Chunks whose loss was not finite in the last program."""
+        self._epoch_end: Callable[[], None] | None = None
         self.epoch_bytes = CommVolume(0, 0, 0, 0)
-        """Bytes that this rank sent in the last training pass."""
+        """Bytes that this rank sent in an epoch of the last training program."""
         self._widths_in = {t.source: t.widths for t in dag.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in dag.sends(mesh.stage)}
         self._types = {k: v for t in dag.transfers for k, v in t.types.items()}
@@ -128,16 +126,29 @@ class Executor:
         self._leaving: dict[int, dict[str, Tensor]] = {}
         """Values or gradients for other stages, by position."""
         self._results: dict[int, dict[str, Tensor]] = {}
+        self._new_losses: list[tuple[int, Tensor]] = []
+        """Chunk and loss of the passes since the last step."""
 
     def run(
-        self, program: CheckedProgram, order: Sequence[int], *, epoch: int, training: bool
+        self,
+        program: CheckedProgram,
+        order: Sequence[int],
+        *,
+        epoch: int,
+        training: bool,
+        epoch_end: Callable[[], None] | None = None,
     ) -> dict[int, dict[str, Tensor]]:
-        """Execute one pass; ``order[position]`` is the chunk at a position.
+        """Execute a program; label iterations, if there are any, run before.
 
-        Label iterations, if there are any, run before the pass.
+        Args:
+            program: The program.
+            order: The chunk of every pass.
+            epoch: Number of the (first) epoch.
+            training: Whether backward follows.
+            epoch_end: Called after the last optimizer step of each epoch but the last.
 
         Returns:
-            Results of the last stage by chunk: {"loss": scalar} in training, {"x": logits
+            Results of the last stage by position: {"loss": scalar} in training, {"x": logits
             [C, classes]} in evaluation; empty on other stages.
 
         Raises:
@@ -149,25 +160,42 @@ class Executor:
         if self.label_inputs is not None:
             self._prepare_labels(self.label_inputs, epoch, training)
         if training:
-            recorder.begin_epoch(order, program.is_exact)
+            recorder.begin_epoch(order, program.is_exact, program.epochs)
+            self.has_stepped, self.faulty_chunks = True, []
         self.gradient_sum.forget()
-        self.stage.begin(epoch, training, program.is_exact)
+        self.stage.begin(epoch, training, program.is_exact, program.steps_by_chunk)
+        self._epoch_end = epoch_end
+        self._policy = self.weight_policy if training and program.steps_by_chunk else None
         self._pass(program, order, epoch)
+        self._epoch_end = None  # holds the caller
+        if training:
+            self._flush(program)
         self.stage.end(self.has_stepped)
         if training:
-            after = self._sent_bytes()
-            self.epoch_bytes = CommVolume(*(b - a for a, b in zip(before, after, strict=True)))
+            sent = zip(before, self._sent_bytes(), strict=True)
+            self.epoch_bytes = CommVolume(*((b - a) // program.epochs for a, b in sent))
         return self._results
+
+    def _flush(self, program: CheckedProgram) -> None:
+        """End a training program; if stages stepped on their own, tell all ranks of faults."""
+        if self._policy is not None:
+            self._policy.flush()
+        if not _steps_together(program):
+            has_fault = float(not self.has_stepped or bool(self.faulty_chunks))
+            self.has_stepped = not self.mesh.sum([has_fault])[0]
 
     def _pass(self, program: CheckedProgram, order: Sequence[int], epoch: int) -> None:
         """Execute the actions of one pass that has begun."""
         self._order, self._program = order, program
         self._results = {}
+        self._new_losses.clear()
         try:
             with self._weight_hooks.held_back():
                 self._walk(program.stages[self.mesh.stage], epoch)
         except BaseException:
             self.stage.abandon()
+            if self._policy is not None:
+                self._policy.flush()
             self._results.clear()
             self._leaving.clear()
             self.p2p.abandon()
@@ -265,16 +293,19 @@ class Executor:
         chunk = self._order[action.position]
         if action.steps[0] == 0:
             values = self._take(Direction.FORWARD, self._widths_in, action.position)
-            self.stage.enter(chunk, values)
-        with self.weight_policy.for_forward(action):
+            self.stage.enter(chunk, values, action.position // self.num_chunks)
+        policy = self._policy
+        with nullcontext() if policy is None else policy.for_forward(action.position):
             values = self.stage.forward(chunk, range(*action.steps))
         if action.steps[1] == self.stage.num_steps:
             # Detached: their graph would keep its leaves alive.
             values = {name: value.detach() for name, value in values.items()}
             if self._widths_out:
                 self._leaving[action.position] = values
-            else:
-                self._results[chunk] = values
+                return
+            self._results[action.position] = values
+            if "loss" in values:
+                self._new_losses.append((chunk, values["loss"]))
 
     def _backward(self, action: Action) -> None:
         chunk = self._order[action.position]
@@ -283,8 +314,10 @@ class Executor:
                 grads = self._take(Direction.BACKWARD, self._widths_out, action.position)
                 self.stage.seed(chunk, grads)
             else:
-                self.stage.seed_loss(chunk)
-        with self.weight_policy.for_backward(action):
+                assert self._program is not None
+                self.stage.seed_loss(chunk, self._program.loss_scale)
+        policy = self._policy
+        with nullcontext() if policy is None else policy.for_backward(action.position):
             grads = self.stage.backward(chunk, range(*action.steps), self._next_chunk(action))
         if action.steps[0] == 0 and self._widths_in:
             self._leaving[action.position] = grads
@@ -318,6 +351,13 @@ class Executor:
             for name in named
         }
         self.p2p.send(action.kind.direction, action.position, named, pieces)
+        assert self._program is not None
+        if self._program.steps_by_chunk:
+            # Later passes of the stage needed what came back for these sends.
+            self.p2p.free(action.position - self._program.most_in_flight - 1)
+        following = self._next
+        if following is None or following != replace(action, peer=following.peer):
+            del self._leaving[action.position]  # no other stage gets the values
         if action.position == SpecialPosition.PROBE:
             self._probe_bytes += self.p2p.sent_bytes - before
 
@@ -343,19 +383,36 @@ class Executor:
         self.gradient_sum.begin(range(*action.steps))
 
     def _step(self, action: Action) -> None:
+        assert self._program is not None
         self.gradient_sum.finish()
         self._weight_hooks.call()
-        losses = {c: float(r["loss"]) for c, r in self._results.items() if "loss" in r}
-        self.faulty_chunks = [c for c, loss in losses.items() if not math.isfinite(loss)]
-        self.has_stepped = self.grad_clip.passes(sum(losses.values()))
+        losses = [(chunk, float(loss)) for chunk, loss in self._new_losses]
+        self._new_losses.clear()
+        self.faulty_chunks += [chunk for chunk, loss in losses if not math.isfinite(loss)]
+        if _steps_together(self._program):
+            steps = self.grad_clip.passes(sum(loss for _, loss in losses))
+        else:
+            steps = self.grad_clip.passes_in_stage()
+        self.has_stepped &= steps
         if self.forecaster is not None:
             self.forecaster.remember()
         if self.optimizer is not None:
-            if self.has_stepped:
+            if steps:
                 self.optimizer.step()
+                if self._policy is not None:
+                    self._policy.stepped()
             # Also of weights that the optimizer does not step: their gradients would add up.
             for _, parameter in self.stage.stage_module.named_parameters():
                 parameter.grad = None
+        done = action.position + 1
+        is_inner = done % self.num_chunks == 0 and 0 < done < self._program.passes
+        if is_inner and self._epoch_end is not None:
+            self._epoch_end()
+
+
+def _steps_together(program: CheckedProgram) -> bool:
+    """Whether the stages are drained before every optimizer step, so that all may decide on it."""
+    return program.consistency.max_versions_behind == 0
 
 
 # Unbound methods: bound ones would make a cycle that keeps the executor and its tables alive.

@@ -1,6 +1,8 @@
-"""Clips the global gradient norm, and detects gradients and losses that are not finite.
+"""Clips the gradient norm, and detects gradients and losses that are not finite.
 
-Two numbers are summed over all ranks, so every rank comes to the same decision.
+Two numbers are summed over all ranks, so every rank comes to the same decision. With optimizer
+steps by chunk such a sum would stop the pipeline in every step: each stage then decides on its own,
+by the norm of its own gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class GradClip:
         self.step_limit = math.inf
         """Further limit on the gradient norm of the next step; infinity: none."""
         self.norm = 0.0
-        """2-norm of the last gradients over all stages, before clipping."""
+        """2-norm of the last gradients over all stages that decide together, before clipping."""
         self.faulty: list[str] = []
         """Names of this stage's weights whose last gradients were not finite."""
 
@@ -44,6 +46,18 @@ class GradClip:
         total, whole_loss = self._mesh.sum([mine, loss])
         if self._mesh.world_size > 1:
             self._mesh.recorder.add_step_sync(wait_start_s)
+        return self._finish(grads, squares, total, whole_loss)
+
+    @torch.no_grad()
+    def passes_in_stage(self) -> bool:
+        """Do the same for the gradients of this stage alone; all its shards decide alike."""
+        grads = [(name, p.grad) for name, p in self._named if p.grad is not None]
+        squares = _squares([g for _, g in grads])
+        return self._finish(grads, squares, sum(squares), 0.0)
+
+    def _finish(
+        self, grads: list[tuple[str, Tensor]], squares: list[float], total: float, whole_loss: float
+    ) -> bool:
         self.norm = math.sqrt(total) if total >= 0 else math.nan
         if not (math.isfinite(total) and math.isfinite(whole_loss)):
             self.faulty = [

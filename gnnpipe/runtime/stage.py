@@ -49,6 +49,10 @@ class _ChunkState:
     """A chunk between two steps."""
 
     values: Values
+    epoch: int
+    rows: Rows
+    loss_rows: Rows
+    """The rows that the last step of training computes."""
     tape: list[_StepRecord] = field(default_factory=list)
     grads: Values = field(default_factory=dict)
 
@@ -112,27 +116,33 @@ class Stage:
         """Means and sums over all vertices in a pass that ends, by aggregation."""
         self._chunks: dict[int, _ChunkState] = {}
         self._loss_rows = loss_rows
-        self._rows_now = self._loss_rows_now = self.rows
         self._epoch = 0
         self._training = self._is_exact = self._is_label_iteration = False
 
-    def begin(self, epoch: int, training: bool, is_exact: bool = False) -> None:
-        """Start a pass over all chunks; ``is_exact``: no read is stale."""
+    def begin(
+        self, epoch: int, training: bool, is_exact: bool = False, by_chunk: bool = False
+    ) -> None:
+        """Start a pass over all chunks, or in training several from this epoch on.
+
+        Args:
+            epoch: Number of the epoch.
+            training: Whether backward follows.
+            is_exact: No read is stale.
+            by_chunk: Gradients stay in their chunk, and the optimizer may step after each chunk.
+        """
         self._epoch, self._training, self._is_exact = epoch, training, is_exact
         self._is_label_iteration = False
-        self._rows_now = _in_pass(self.rows, epoch, training)
         self._chunks.clear()
         if self.draw_edges is not None:
             self.draw_edges(epoch if training else None, False)
         if training:
             loss_rows = [] if self._loss_rows is None else self._loss_rows.rows
-            self._loss_rows_now = _in_pass(loss_rows, epoch, training)
             for table in self._feature_tables():
-                table.begin()
+                table.begin(waits=not by_chunk)
             self._begin_masks(self.rows, epoch)
             self._begin_masks(loss_rows, epoch)
             for history in self.histories.values():
-                history.begin_epoch(is_exact)
+                history.begin_epoch(is_exact, by_chunk)
 
     def begin_label_iteration(self, dropout_epoch: int) -> None:
         """Start a forward pass of the model in training mode, which keeps nothing for backward.
@@ -143,7 +153,6 @@ class Stage:
         self._is_label_iteration = True
         if self.draw_edges is not None:
             self.draw_edges(dropout_epoch, True)
-        self._rows_now = _in_pass(self.rows, dropout_epoch, True)
         self._begin_masks(self.rows, dropout_epoch)
 
     def _begin_masks(self, chunks: Sequence[Rows], epoch: int) -> None:
@@ -185,9 +194,19 @@ class Stage:
         """Return the rows of all chunks and of all vertex types."""
         return [part for rows in chunks for part in (rows, *rows.parts.values())]
 
-    def enter(self, chunk: int, values: Values) -> None:
-        """Start a chunk with the values [C, width] from earlier stages."""
-        self._chunks[chunk] = _ChunkState(values)
+    def enter(self, chunk: int, values: Values, later: int = 0) -> None:
+        """Start a pass of a chunk with the values [C, width] from earlier stages.
+
+        ``later``: epochs since that of ``begin``.
+        """
+        assert chunk not in self._chunks or not self._chunks[chunk].tape, "a pass is in flight"
+        epoch = self._epoch + later
+        drops = self._training or self._is_label_iteration
+        rows = replace(self.rows[chunk], epoch=epoch, training=drops)
+        loss_rows = rows
+        if self._training and self._loss_rows is not None:
+            loss_rows = replace(self._loss_rows.rows[chunk], epoch=epoch, training=True)
+        self._chunks[chunk] = _ChunkState(values, epoch, rows, loss_rows)
 
     def forward(self, chunk: int, steps: range) -> Values:
         """Run steps of a chunk; return the values of the last step."""
@@ -231,7 +250,7 @@ class Stage:
         for aggregation in self.stage_module.rounds[step - 1] if step else ():
             name = aggregation.name
             if name in self._precomputed:
-                rows = self._rows_now[chunk]
+                rows = self.rows[chunk]
                 own = slice(rows.start, rows.start + len(rows.keys))
                 received[name] = Received(self._precomputed[name][own])
                 continue
@@ -250,9 +269,9 @@ class Stage:
         output_buffer: OutputBuffer | None = None,
     ) -> tuple[Values, Values]:
         """Return the pushed rows and the values of a step; of the last training step the loss."""
-        loss_rows = self._loss_rows if self._training else None
+        loss_rows, state = self._loss_rows if self._training else None, self._chunks[chunk]
         is_last = step == self.num_steps - 1
-        rows = (self._loss_rows_now if is_last and loss_rows is not None else self._rows_now)[chunk]
+        rows = state.loss_rows if is_last else state.rows
         rows = replace(rows, output_buffer=output_buffer, may_overwrite=may_overwrite)
         pushed, values = self.stage_module.step(step, leaves, received, rows)
         pushed = {name: made for name, made in pushed.items() if name not in self._precomputed}
@@ -262,7 +281,7 @@ class Stage:
                 name: v.index_select(0, loss_rows.places[chunk]) for name, v in values.items()
             }
         if is_last and self._training and self.criterion is not None:
-            values = {"loss": self.criterion(values["x"], chunk, self._epoch)}
+            values = {"loss": self.criterion(values["x"], chunk, state.epoch)}
         return pushed, values
 
     def _output_buffer(self, chunk: int, step: int) -> OutputBuffer | None:
@@ -282,10 +301,10 @@ class Stage:
         state = self._chunks[chunk]
         state.values, state.grads = {}, grads
 
-    def seed_loss(self, chunk: int) -> None:
-        """Start backward at the loss, on the last stage."""
+    def seed_loss(self, chunk: int, scale: float = 1.0) -> None:
+        """Start backward at ``scale`` times the loss, on the last stage."""
         loss = self._chunks[chunk].values["loss"]
-        self.seed(chunk, {"loss": torch.ones_like(loss)})
+        self.seed(chunk, {"loss": torch.full_like(loss, scale)})
 
     def backward(self, chunk: int, steps: range, following: int | None = None) -> Values:
         """Run steps backward, the last first; return the gradients of the first step's leaves.
@@ -309,6 +328,8 @@ class Stage:
                 if name not in self._precomputed:
                     self.histories[name].record(chunk, _grad(received.rows))
             state.grads = {name: _grad(leaf) for name, leaf in record.leaves.items()}
+        if not state.tape:
+            del self._chunks[chunk]
         return state.grads
 
     def _recomputed_edges(self, chunk: int, step: int, record: _StepRecord) -> tuple[Edges, Edges]:
@@ -323,10 +344,6 @@ class Stage:
         if aggregation.name not in self._scratch:
             self._scratch[aggregation.name] = self._open(aggregation, False)
         return self._scratch[aggregation.name]
-
-
-def _in_pass(chunks: Sequence[Rows], epoch: int, training: bool) -> list[Rows]:
-    return [replace(rows, epoch=epoch, training=training) for rows in chunks]
 
 
 def _edges(made: Values) -> Edges:

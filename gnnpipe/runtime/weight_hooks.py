@@ -29,15 +29,18 @@ class WeightHooks:
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """Context of a training pass, in which autograd calls no hook."""
+        self._hold_back()
+        try:
+            yield
+        finally:
+            self._give_back()
+
+    def _hold_back(self) -> None:
         for weight in self._weights:
             for hooks in (getattr(weight, name) for name in _HOOKS):
                 if hooks:
                     self._held.append((hooks, dict(hooks)))
                     hooks.clear()
-        try:
-            yield
-        finally:
-            self._give_back()
 
     def _give_back(self) -> None:
         for hooks, held in self._held:
@@ -46,7 +49,7 @@ class WeightHooks:
 
     @torch.no_grad()
     def call(self) -> None:
-        """Calls all hooks; the gradients in ``.grad`` are complete."""
+        """Calls all hooks in ``held_back``; the gradients in ``.grad`` are complete."""
         self._give_back()  # first, because a hook may remove itself
         for weight in self._weights:
             before, after = (dict(getattr(weight, name) or {}) for name in _HOOKS)
@@ -55,3 +58,4 @@ class WeightHooks:
                 weight.grad = weight.grad if found is None else found
             for hook in after.values() if weight.grad is not None else ():
                 hook(weight)
+        self._hold_back()

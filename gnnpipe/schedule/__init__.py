@@ -1,4 +1,4 @@
-"""Schedules and programs: the order of an epoch's actions, and the proof that the order is right.
+"""Schedules and programs: the order of a run's actions, and the proof that the order is right.
 
 To add a schedule, write a file that registers it (see ``schedule.schedules``) and import it here.
 """
@@ -10,7 +10,9 @@ from gnnpipe.schedule.program import (
     ActionKind,
     Consistency,
     Direction,
+    GradientScope,
     Program,
+    ProgramError,
     SpecialPosition,
 )
 from gnnpipe.schedule.schedules import EXACT_SCHEDULE, SCHEDULES, Schedule
@@ -23,7 +25,9 @@ __all__ = [
     "CheckedProgram",
     "Consistency",
     "Direction",
+    "GradientScope",
     "Program",
+    "ProgramError",
     "Schedule",
     "SpecialPosition",
     "check",

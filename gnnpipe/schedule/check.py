@@ -3,47 +3,77 @@
 A wrong order of actions does not crash. Gradients are lost while the loss stays the same (measured
 in a prototype: gradient errors of 50 to 88 %). ``check`` proves that
 
-- each stage runs every step of every chunk once, forward before backward;
-- the gradients of exactly the rows that were read live are recorded before they are pulled;
+- each stage runs every step of every pass once, forward before backward;
+- the gradients of exactly the rows that were read live are recorded before they are pulled; or all
+  gradients stay in their chunk (``GradientScope``);
 - every optimizer step follows complete gradient sums, and the schedule keeps its promise
   (``Consistency``);
+- no chunk is pushed anew while an earlier pass of the chunk waits for its backward;
 - sends and receives pair up in the same order, and no stage waits forever.
 
-``check`` also counts live and stale reads. A program without stale reads is exact; this is the only
+``check`` also counts live and stale reads, and derives the version gap of every pass and the passes
+in flight on every stage: predictors and memory estimates read these, and nothing assumes that the
+stages form a chain. A program that gives the gradients of the full batch is exact; this is the only
 place that decides whether a program is exact.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from gnnpipe.errors import InputError
-from gnnpipe.schedule.program import Action, ActionKind, Direction, Program, SpecialPosition
-
-
-class ProgramError(InputError):
-    """Raised for a program that would hang, or compute something other than its plan says."""
+from gnnpipe.schedule.check_steps import check_optimizer_steps, check_version_gaps
+from gnnpipe.schedule.program import (
+    Action,
+    ActionKind,
+    Direction,
+    Program,
+    ProgramError,
+    SpecialPosition,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedProgram(Program):
-    """A program that has passed ``check``, with the number of its live and stale reads.
+    """A program that has passed ``check``, with what ``check`` has derived.
 
-    A read is a pair (reading chunk, other chunk) in one aggregation of one stage.
+    A read is a pair (reading pass, other chunk) in one aggregation of one stage.
     """
 
     live_reads: int
+    """Reads of rows that were pushed in the epoch of the reading pass."""
     stale_reads: int
+    """Reads of rows that were pushed in the epoch before."""
+    version_gaps: tuple[tuple[int, ...], ...] = ()
+    """By stage and pass: optimizer steps of the stage between forward and backward; empty in
+    evaluation."""
+    in_flight: tuple[int, ...] = ()
+    """By stage: most passes between their forward and their backward; empty in evaluation."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether no read is stale, so that losses and gradients equal those of one device."""
-        return self.stale_reads == 0
+        """Whether an epoch equals one full-batch step on one device.
+
+        No read is stale. With steps by chunk also: no chunk reads another one, whose rows get no
+        gradient, and there is one step an epoch with the weights of the forward pass.
+        """
+        if not self.steps_by_chunk:
+            return self.stale_reads == 0
+        is_one_step = self.consistency.optimizer_steps == 1 and not self.largest_gap
+        return is_one_step and self.live_reads + self.stale_reads == 0
+
+    @property
+    def largest_gap(self) -> int:
+        """The largest version gap of any stage."""
+        return max(map(max, self.version_gaps), default=0)
+
+    @property
+    def most_in_flight(self) -> int:
+        """The most passes in flight on any stage."""
+        return max(self.in_flight, default=1)
 
     def stale_pairs(self, stage: int) -> npt.NDArray[np.bool_]:
         """Return which chunks read stale rows of which chunks in some step of the stage.
@@ -62,21 +92,34 @@ class CheckedProgram(Program):
         total = self.live_reads + self.stale_reads
         if self.is_exact:
             return "exact: no stale read"
-        return f"stale: {self.stale_reads} of {total} chunk reads come from an earlier epoch"
+        text = f"stale: {self.stale_reads} of {total} chunk reads come from an earlier epoch"
+        if not self.steps_by_chunk:
+            return text
+        gaps, flying = (
+            [str(n) for n in ns] for ns in (map(max, self.version_gaps), self.in_flight)
+        )
+        return (
+            f"{text}, gradients stay in their chunk; {self.consistency.optimizer_steps} optimizer "
+            f"steps an epoch; by stage at most {', '.join(flying)} chunks in flight, and "
+            f"{', '.join(gaps)} steps between forward and backward"
+        )
 
 
 def check(program: Program) -> CheckedProgram:
     """Check ``program`` and count its reads; ``ProgramError`` names the first fault."""
     live = stale = 0
+    gaps: list[tuple[int, ...]] = []
+    in_flight: list[int] = []
     for stage, actions in enumerate(program.stages):
         forward, backward = _step_times(stage, actions, program)
         for step in range(1, program.num_steps[stage]):
-            counts = _check_reads(stage, step, forward, backward)
+            counts = _check_reads(stage, step, forward, backward, program)
             live += counts[0]
             stale += counts[1]
         if backward is not None:
-            _check_optimizer_steps(stage, actions, program)
-            _check_versions(stage, actions, program)
+            check_optimizer_steps(stage, actions, program)
+            gaps.append(check_version_gaps(stage, actions, program))
+            in_flight.append(_check_in_flight(stage, forward, backward, program))
     # Every step of every chunk runs once an epoch, so a stale row is one epoch old.
     if stale and program.consistency.max_stale_epochs < 1:
         raise ProgramError(f"the schedule promises exact reads, but {stale} of its reads are stale")
@@ -89,8 +132,12 @@ def check(program: Program) -> CheckedProgram:
         program.chunks,
         program.placement,
         program.consistency,
+        program.scope,
+        program.epochs,
         live_reads=live,
         stale_reads=stale,
+        version_gaps=tuple(gaps),
+        in_flight=tuple(in_flight),
     )
 
 
@@ -102,18 +149,18 @@ Times = npt.NDArray[np.int64]
 def _step_times(
     stage: int, actions: tuple[Action, ...], program: Program
 ) -> tuple[Times, Times | None]:
-    """Return when each step of each chunk runs, forward and (``None`` in evaluation) backward.
+    """Return when each step of each pass runs, forward and (``None`` in evaluation) backward.
 
-    A time is the number of steps that the stage has run before, [steps, K] by position.
+    A time is the number of steps that the stage has run before, [steps, E x K] by position.
     """
-    steps, chunks = program.num_steps[stage], program.chunks
-    forward, backward = (np.full((steps, chunks), -1, dtype=np.int64) for _ in Direction)
+    steps, passes = program.num_steps[stage], program.passes
+    forward, backward = (np.full((steps, passes), -1, dtype=np.int64) for _ in Direction)
     times = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward}
     clock = 0
     for a in actions:
         if a.kind not in times:
             continue
-        if not (0 <= a.position < chunks and 0 <= a.steps[0] < a.steps[1] <= steps):
+        if not (0 <= a.position < passes and 0 <= a.steps[0] < a.steps[1] <= steps):
             raise ProgramError(f"stage {stage}: {a} is outside the stage or the chunks")
         covered = range(*a.steps) if a.kind is ActionKind.FORWARD else reversed(range(*a.steps))
         for step in covered:
@@ -136,17 +183,24 @@ def _step_times(
     return forward, backward
 
 
-def _check_reads(stage: int, step: int, forward: Times, backward: Times | None) -> tuple[int, int]:
+def _check_reads(
+    stage: int, step: int, forward: Times, backward: Times | None, program: Program
+) -> tuple[int, int]:
     """Count live and stale pairs of one aggregation; check that gradients follow the live pairs.
 
     Step ``step`` of chunk a aggregates the rows that step - 1 of chunk b pushed. The read is live
     if the push came first. If and only if the read is live, the gradient of a must be recorded
-    before the gradient of b is pulled.
+    before the gradient of b is pulled; not if gradients stay in their chunk.
     """
-    reads, pushes = forward[step], forward[step - 1]
-    live = pushes[None, :] < reads[:, None]
-    if backward is not None:
-        delivered = backward[step][:, None] < backward[step - 1][None, :]
+    chunks, live_count = program.chunks, 0
+    for first in range(0, program.passes, chunks):
+        epoch = slice(first, first + chunks)
+        reads, pushes = forward[step, epoch], forward[step - 1, epoch]
+        live = pushes[None, :] < reads[:, None]
+        live_count += int(live.sum()) - chunks
+        if backward is None or program.steps_by_chunk:
+            continue
+        delivered = backward[step, epoch][:, None] < backward[step - 1, epoch][None, :]
         wrong = np.argwhere(live != delivered)
         if len(wrong):
             a, b = wrong[0]
@@ -156,76 +210,32 @@ def _check_reads(stage: int, step: int, forward: Times, backward: Times | None) 
                 f"chunk at position {b} {fault}; backward must walk the chunks in exactly the "
                 "reverse order"
             )
-    count = int(live.sum()) - len(reads)
-    return count, live.size - len(reads) - count
+    return live_count, program.passes * (chunks - 1) - live_count
 
 
-def _check_optimizer_steps(stage: int, actions: tuple[Action, ...], program: Program) -> None:
-    """Check that the stage has the promised number of STEPs, each after complete gradient sums.
+def _check_in_flight(stage: int, forward: Times, backward: Times, program: Program) -> int:
+    """Return the most passes in flight, between the start of forward and the end of backward.
 
-    The last STEP must come after the last B.
+    With steps by chunk, passes must run in ascending order, so that a stale row is one epoch old.
+    Rows lie in the tables until backward (docs/adr/0028). So in a program of several epochs, K must
+    be at least the number of passes in flight: the order of an epoch may then end with the chunk
+    that the next one begins with (``setup.prepared.chunk_order`` keeps the distance).
     """
-    windows = list(_optimizer_windows(actions))
-    promised = program.consistency.optimizer_steps
-    kinds = [a.kind for a in actions if a.kind in (ActionKind.REDUCE_GRADIENTS, ActionKind.STEP)]
-    ends_with_step = all(a.kind is not ActionKind.BACKWARD for a in windows[-1])
-    if len(windows) < 2 or not ends_with_step or (promised or len(windows) - 1) != len(windows) - 1:
+    started = np.sort(forward[0])
+    # A pass whose backward is the n-th to end had all passes started before in flight, but n.
+    ended = np.sort(backward[0])
+    most = int((np.searchsorted(started, ended) - np.arange(program.passes)).max())
+    if not program.steps_by_chunk:
+        return most
+    for kind, times in (("F", forward[0]), ("B", backward[0])):
+        if (np.diff(times) < 0).any():
+            raise ProgramError(f"stage {stage}: {kind} actions are not in the order of the passes")
+    if program.epochs > 1 and program.chunks < most:
         raise ProgramError(
-            f"stage {stage}: must end with STEP after its last B, has "
-            f"{' '.join(kinds) or 'nothing'}"
+            f"stage {stage}: {most} chunks are in flight, and with {program.chunks} chunks one "
+            f"would be pushed anew before its backward; try --chunks {4 * most}, or fewer --stages"
         )
-    if any(a.kind is ActionKind.REDUCE_GRADIENTS for a in windows[-1]):
-        raise ProgramError(f"stage {stage}: sums gradients after its last STEP")
-    for window in windows[:-1]:
-        _check_gradient_sums(stage, window, program)
-
-
-def _optimizer_windows(actions: Sequence[Action]) -> Iterator[list[Action]]:
-    """Yield the actions before the first STEP, between two STEPs, and after the last STEP."""
-    window: list[Action] = []
-    for a in actions:
-        if a.kind is ActionKind.STEP:
-            yield window
-            window = []
-        else:
-            window.append(a)
-    yield window
-
-
-def _check_gradient_sums(stage: int, window: Sequence[Action], program: Program) -> None:
-    """Check that each step's gradients are summed over the shards once, after their last B."""
-    num_steps = program.num_steps[stage]
-    sums = [(i, a) for i, a in enumerate(window) if a.kind is ActionKind.REDUCE_GRADIENTS]
-    summed = [step for _, a in sums for step in range(*a.steps)]
-    if sorted(summed) != list(range(num_steps if len(program.placement.stages[stage]) > 1 else 0)):
-        raise ProgramError(
-            f"stage {stage}: must sum the gradients of every step once over its shards, sums those "
-            f"of steps {summed}"
-        )
-    for i, a in sums:
-        later = [b.steps for b in window[i:] if b.kind is ActionKind.BACKWARD]
-        if any(first < a.steps[1] and a.steps[0] < end for first, end in later):
-            raise ProgramError(
-                f"stage {stage}: {a.text(num_steps)} comes before its gradients are complete"
-            )
-
-
-def _check_versions(stage: int, actions: Sequence[Action], program: Program) -> None:
-    """Check that no chunk has more STEPs between its F and its B than the schedule promises."""
-    promised = program.consistency.max_versions_behind
-    version = 0
-    version_of: dict[int, int] = {}
-    for a in actions:
-        if a.kind is ActionKind.STEP:
-            version += 1
-        elif a.kind is ActionKind.FORWARD:
-            version_of.setdefault(a.position, version)
-        elif a.kind is ActionKind.BACKWARD and version - version_of[a.position] > promised:
-            raise ProgramError(
-                f"stage {stage}: weights at {a.text(program.num_steps[stage])} are "
-                f"{version - version_of[a.position]} optimizer steps newer than at the chunk's F; "
-                f"the schedule promises at most {promised}"
-            )
+    return most
 
 
 def _check_forecast(program: Program) -> None:
@@ -254,18 +264,18 @@ def _check_forecast(program: Program) -> None:
 def _check_pairs(program: Program) -> None:
     """Check that every send has its receive, in the same order on both ends.
 
-    The order covers all messages between two stages, both directions together: NCCL runs the
-    messages of two ranks in the order in which they were issued.
+    Each direction counts alone, because gradients have channels of their own (``comm.p2p``): if
+    forward and backward passes alternate, stages that skip others need not agree on one order.
     """
-    messages: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
-    """By (stage, other stage): direction, source and position of each message."""
+    messages: dict[tuple[int, int, Direction], list[tuple[str, int, int]]] = defaultdict(list)
+    """By (stage, other stage, direction): direction, source and position of each message."""
     for actions in program.stages:
         for a in actions:
             if a.kind.is_send or a.kind.is_receive:
-                source = a.stage if a.kind.is_send else a.peer
-                messages[a.stage, a.peer].append((a.kind.direction.value, source, a.position))
-    for (stage, peer), mine in list(messages.items()):
-        theirs = messages[peer, stage]
+                source, way = a.stage if a.kind.is_send else a.peer, a.kind.direction
+                messages[a.stage, a.peer, way].append((way.value, source, a.position))
+    for (stage, peer, way), mine in list(messages.items()):
+        theirs = messages[peer, stage, way]
         if mine != theirs:
             at = next((i for i, (m, t) in enumerate(zip(mine, theirs, strict=False)) if m != t), -1)
             if at < 0:

@@ -9,31 +9,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import islice, pairwise
 
 from gnnpipe.plan import StageDag
-from gnnpipe.schedule.check import CheckedProgram, ProgramError, check
-from gnnpipe.schedule.program import Action, ActionKind, Program, SpecialPosition
-from gnnpipe.schedule.schedules import EXACT_SCHEDULE, SCHEDULES
+from gnnpipe.schedule.check import CheckedProgram, check
+from gnnpipe.schedule.program import (
+    Action,
+    ActionKind,
+    GradientScope,
+    Program,
+    ProgramError,
+    SpecialPosition,
+)
+from gnnpipe.schedule.schedules import EXACT_SCHEDULE, SCHEDULES, Schedule, StageWork
 
 
 def training_program(
-    dag: StageDag, buckets: Sequence[Sequence[int]] = (), schedule: str = ""
+    dag: StageDag,
+    buckets: Sequence[Sequence[int]] = (),
+    schedule: str = "",
+    epochs: int = 1,
+    steps_every: int | None = None,
 ) -> CheckedProgram:
-    """Return the checked program of one training epoch.
+    """Return the checked program from one flush to the next.
 
-    ``buckets``: by stage, the first steps of the buckets of the gradient sum, ascending from 0
-    (``plan.gradient_buckets``); default: one bucket per stage.
-    ``schedule``: name of the schedule; default: that of the plan.
+    Args:
+        dag: The stages.
+        buckets: By stage, the first steps of the buckets of the gradient sum, ascending from 0
+            (``plan.gradient_buckets``); default: one bucket per stage.
+        schedule: Name of the schedule; default: that of the plan.
+        epochs: Epochs until the flush; more than 1 if the schedule ``spans_epochs``.
+        steps_every: Chunks per optimizer step, which divide K, in a schedule with steps by chunk;
+            default: by the schedule.
     """
     plan, name = dag.plan, schedule or dag.plan.schedule
     rule = SCHEDULES[name]
+    every = steps_every or rule.steps_every(plan.chunks)
     stages = []
     for stage, num_steps in enumerate(dag.steps):
-        compute = rule.actions(stage, num_steps, plan.chunks)
+        distance = dag.distances[stage]
+        work = StageWork(stage, num_steps, plan.chunks, epochs, every, distance)
         bucket_starts = buckets[stage] if buckets else (0,)
-        stages.append(tuple(_lower_stage(dag, compute, num_steps, bucket_starts)))
-    program = Program(tuple(stages), dag.steps, plan.chunks, plan.placement, rule.consistency)
+        stages.append(tuple(_lower_stage(dag, rule, work, bucket_starts)))
+    consistency = rule.consistency
+    if rule.scope is GradientScope.OWN_CHUNK:
+        consistency = replace(consistency, optimizer_steps=plan.chunks // every)
+    program = Program(
+        tuple(stages), dag.steps, plan.chunks, plan.placement, consistency, rule.scope, epochs
+    )
     try:
         return check(program)
     except ProgramError as error:
@@ -44,7 +67,13 @@ def evaluation_program(dag: StageDag) -> CheckedProgram:
     """Return the checked program of one exact forward pass, layer by layer."""
     plan, schedule = dag.plan, SCHEDULES[EXACT_SCHEDULE]
     stages = (
-        tuple(_with_messages(dag, schedule.forward(stage, num_steps, plan.chunks), num_steps))
+        tuple(
+            a
+            for part in _with_messages(
+                dag, schedule.forward(stage, num_steps, plan.chunks), num_steps
+            )
+            for a in part
+        )
         for stage, num_steps in enumerate(dag.steps)
     )
     return check(Program(tuple(stages), dag.steps, plan.chunks, plan.placement))
@@ -63,19 +92,28 @@ def with_forecast(dag: StageDag, program: CheckedProgram) -> CheckedProgram:
 
 
 def _lower_stage(
-    dag: StageDag, compute: list[Action], num_steps: int, bucket_starts: Sequence[int]
+    dag: StageDag, rule: Schedule, work: StageWork, bucket_starts: Sequence[int]
 ) -> list[Action]:
-    """Add messages and gradient sums to the actions before each optimizer step of a stage."""
-    found: list[Action] = []
-    for is_step, part in groupby(compute, key=lambda a: a.kind is ActionKind.STEP):
-        actions = list(part)
-        if is_step:
-            found += actions
-        elif dag.plan.stages[actions[0].stage].shards == 1:
-            found += _with_messages(dag, actions, num_steps)
+    """Return the actions of a stage with messages and gradient sums."""
+    has_sums = dag.plan.stages[work.stage].shards > 1
+    windows: list[list[Action]] = [[]]
+    steps: list[Action] = []
+    for a in rule.actions(work):
+        if a.kind is ActionKind.STEP:
+            steps.append(a)
+            windows.append([])
         else:
-            split = _split_last(actions, bucket_starts)
-            found += _with_sums(_with_messages(dag, split, num_steps), num_steps, bucket_starts)
+            windows[-1].append(a)
+    if has_sums:
+        windows = [_split_last(w, bucket_starts) if w else w for w in windows]
+    every_pass = [a for window in windows for a in window]
+    with_messages = iter(_with_messages(dag, every_pass, work.num_steps, rule.interleaves))
+    found: list[Action] = []
+    for number, window in enumerate(windows):
+        actions = [a for part in islice(with_messages, len(window)) for a in part]
+        if has_sums and window:
+            actions = _with_sums(actions, work.num_steps, bucket_starts)
+        found += [*actions, *steps[number : number + 1]]
     return found
 
 
@@ -104,28 +142,31 @@ def _with_sums(actions: list[Action], num_steps: int, bucket_starts: Sequence[in
     return found
 
 
-def _with_messages(dag: StageDag, compute: list[Action], num_steps: int) -> list[Action]:
-    """Insert receives one action before a chunk's first step, sends right after its last step."""
-    found: list[Action] = []
-    for kind, run in groupby(compute, key=lambda a: a.kind):
-        actions = list(run)
-        is_forward = kind is ActionKind.FORWARD
-        earlier = [t.source for t in dag.receives(actions[0].stage)]
-        later = [t.target for t in dag.sends(actions[0].stage)]
+def _with_messages(
+    dag: StageDag, compute: Sequence[Action], num_steps: int, interleaves: bool = False
+) -> list[list[Action]]:
+    """Return each action with the receives to post before it and the sends after it.
+
+    A receive is posted one action before the first step of its pass: of the same kind, unless the
+    schedule ``interleaves`` both kinds.
+    """
+    before: list[list[Action]] = [[] for _ in compute]
+    after: list[list[Action]] = [[] for _ in compute]
+    for index, a in enumerate(compute):
+        is_forward = a.kind is ActionKind.FORWARD
+        earlier = [t.source for t in dag.receives(a.stage)]
+        later = [t.target for t in dag.sends(a.stage)]
         sources, targets = (earlier, later) if is_forward else (later, earlier)
         receive = ActionKind.RECEIVE_FORWARD if is_forward else ActionKind.RECEIVE_BACKWARD
         send = ActionKind.SEND_FORWARD if is_forward else ActionKind.SEND_BACKWARD
-        posts: dict[int, list[Action]] = {}
-        for index, a in enumerate(actions):
-            if a.is_first(num_steps):
-                posts.setdefault(max(index - 1, 0), []).extend(
-                    Action(receive, a.stage, a.position, peer=peer) for peer in sources
-                )
-        for index, a in enumerate(actions):
-            found += [*posts.get(index, []), a]
-            if a.is_last(num_steps):
-                found += [Action(send, a.stage, a.position, peer=peer) for peer in targets]
-    return found
+        if a.is_first(num_steps):
+            is_ahead = index > 0 and (interleaves or compute[index - 1].kind is a.kind)
+            before[index - is_ahead] += [
+                Action(receive, a.stage, a.position, peer=peer) for peer in sources
+            ]
+        if a.is_last(num_steps):
+            after[index] += [Action(send, a.stage, a.position, peer=peer) for peer in targets]
+    return [[*b, a, *c] for b, a, c in zip(before, compute, after, strict=True)]
 
 
 def _forecast(dag: StageDag, stage: int) -> tuple[Action, ...]:

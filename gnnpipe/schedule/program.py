@@ -2,7 +2,8 @@
 
 A program is one list of actions per stage; all shards of a stage run the same list. An action
 names a chunk by its POSITION in the epoch's chunk order: the order changes with every epoch, the
-program does not.
+program does not. A program of E epochs has E x K positions, its passes: position p is the chunk at
+place p % K in the order of epoch p // K. All stages are drained (flushed) when a program ends.
 
 A stage whose longest chain of aggregations has length n has n + 1 steps, cut where rows are pushed:
 step 0 ends with the first pushes, step j aggregates the rows that step j - 1 pushed and ends with
@@ -15,7 +16,12 @@ from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from functools import cached_property
 
+from gnnpipe.errors import InputError
 from gnnpipe.plan import Placement
+
+
+class ProgramError(InputError):
+    """Raised for a program that would hang, or compute something other than its plan says."""
 
 
 class Direction(StrEnum):
@@ -91,7 +97,8 @@ class Action:
     kind: ActionKind
     stage: int
     position: int = SpecialPosition.NO_CHUNK
-    """Place of the chunk in the epoch's order, or a ``SpecialPosition``."""
+    """The pass of a chunk, or a ``SpecialPosition``. Of a STEP: the last pass whose gradients the
+    step uses, or ``NO_CHUNK`` for all."""
     steps: tuple[int, int] = (0, 0)
     """First step and one past the last. F runs them in order and B in reverse order; REDUCE_GRAD
     sums their gradients."""
@@ -128,8 +135,10 @@ class Action:
     def text(self, num_steps: int) -> str:
         """Short form as in torch.distributed.pipelining: ``2F0``; part of a stage ``2F0[1:2]``."""
         kind = self.kind
-        if kind in (ActionKind.FORECAST, ActionKind.CARRY, ActionKind.STEP):
+        if kind in (ActionKind.FORECAST, ActionKind.CARRY):
             return f"{self.stage}{kind}"
+        if kind is ActionKind.STEP:
+            return f"{self.stage}{kind}{self.position if self.position >= 0 else ''}"
         part = ""
         if not (kind.is_send or kind.is_receive) and self.steps != (0, num_steps):
             part = f"[{self.steps[0]}:{self.steps[1]}]"
@@ -140,21 +149,30 @@ class Action:
         return f"{self.stage}{kind}{place}{part}{peer}"
 
 
+class GradientScope(StrEnum):
+    """The rows that the backward pass of a chunk sends gradients to."""
+
+    LIVE = "live"
+    """All rows that were read live: backward walks the chunks in the reverse order."""
+    OWN_CHUNK = "own chunk"
+    """The chunk's own rows; rows of other chunks are constants."""
+
+
 @dataclass(frozen=True)
 class Consistency:
     """Promise of a schedule about the values that an epoch computes with; by default exact."""
 
     max_stale_epochs: int = 0
     """Age in epochs of the oldest rows that an aggregation reads; 0: all rows are of this epoch."""
-    max_versions_behind: int = 0
-    """Most optimizer steps between a chunk's forward and its backward on a stage."""
+    max_versions_behind: int | None = 0
+    """Most optimizer steps between a chunk's forward and its backward on a stage; None: any."""
     optimizer_steps: int | None = 1
     """STEP actions per epoch and stage; None: any number."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """The actions of every stage, in order, for one epoch (or one evaluation)."""
+    """The actions of every stage, in order, from one flush to the next (or for one evaluation)."""
 
     stages: tuple[tuple[Action, ...], ...]
     num_steps: tuple[int, ...]
@@ -164,6 +182,28 @@ class Program:
     """Ranks that run each stage's list. Gradients are summed over the shards of a stage."""
     consistency: Consistency = Consistency()
     """Promise of the schedule; ``check`` verifies it."""
+    scope: GradientScope = GradientScope.LIVE
+    epochs: int = 1
+    """E."""
+
+    @property
+    def passes(self) -> int:
+        """Number of passes of chunks through each stage: E x K."""
+        return self.epochs * self.chunks
+
+    @property
+    def steps_by_chunk(self) -> bool:
+        """Whether the optimizer may step before all chunks of an epoch have passed."""
+        return self.scope is GradientScope.OWN_CHUNK
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss of a chunk, which is the chunk's share of the mean loss.
+
+        With n STEPs an epoch the gradient of a step is then an unbiased estimate of the gradient of
+        the mean loss.
+        """
+        return float(self.consistency.optimizer_steps or 1) if self.steps_by_chunk else 1.0
 
     def text(self) -> str:
         """Return one line per stage, its actions separated by blanks."""

@@ -49,7 +49,14 @@ from gnnpipe.planner import (
 )
 from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.world import World
-from gnnpipe.schedule import EXACT_SCHEDULE, CheckedProgram, training_program, with_forecast
+from gnnpipe.schedule import (
+    EXACT_SCHEDULE,
+    SCHEDULES,
+    CheckedProgram,
+    GradientScope,
+    training_program,
+    with_forecast,
+)
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import (
     check_parts,
@@ -68,7 +75,7 @@ from gnnpipe.setup.inputs import (
 from gnnpipe.setup.label_inputs import with_label_inputs
 from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
 from gnnpipe.setup.model_graph import describe
-from gnnpipe.setup.prepared import Prepared
+from gnnpipe.setup.prepared import MOST_EPOCHS, Prepared, epochs_to_flush
 from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric, kept_by_loss
 
 _READ_BYTES_PER_S = 5e7
@@ -172,7 +179,14 @@ def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
 def shape_of(config: TrainConfig) -> Shape:
     """Returns the shape that the config asks for."""
     is_exact = config.staleness_settings_for(config.chunks).is_exact
-    return Shape(config.stages, config.shards, config.chunks, is_exact, RowWay(config.row_way))
+    return Shape(
+        config.stages,
+        config.shards,
+        config.chunks,
+        is_exact,
+        RowWay(config.row_way),
+        config.schedule,
+    )
 
 
 def ranks_of(config: TrainConfig, planner: Planner | None = None) -> int:
@@ -395,13 +409,18 @@ def training_programs(
     Raises:
         InputError: Settings of stale rows contradict each other, or the schedule of the plan.
     """
-    check_staleness(config, dag.plan.chunks)
+    chunks, schedule = dag.plan.chunks, dag.plan.schedule
+    check_staleness(config, chunks, schedule)
     buckets = gradient_buckets(model, dag.plan, number_dtype(config).itemsize)
-    usual = training_program(dag, buckets)
     exact = training_program(dag, buckets, EXACT_SCHEDULE)
-    if not config.staleness_settings_for(dag.plan.chunks).is_exact:
+    if SCHEDULES[schedule].scope is GradientScope.OWN_CHUNK:
+        usual = _program_by_chunk(config, dag, buckets)
+    else:
+        usual = training_program(dag, buckets)
+    must_be_exact = config.staleness_settings_for(chunks, schedule).is_exact
+    if not must_be_exact:
         _check_ways(config, dag.plan, usual)
-    if usual.is_exact or not config.staleness_settings_for(dag.plan.chunks).is_exact:
+    if usual.is_exact or not must_be_exact:
         return usual, exact
     if config.staleness == "exact":
         raise InputError(
@@ -409,6 +428,25 @@ def training_programs(
             "allows none; drop one of the two"
         )
     return exact, exact  # as many exact epochs at the start as epochs
+
+
+def _program_by_chunk(
+    config: TrainConfig, dag: StageDag, buckets: Sequence[Sequence[int]]
+) -> CheckedProgram:
+    """Returns the longest program up to a flush of a schedule with steps by chunk."""
+    plan, every = dag.plan, config.steps_every
+    if every is not None and plan.chunks % every:
+        raise InputError(f"--steps-every {every}: does not divide the plan's {plan.chunks} chunks")
+    spans = SCHEDULES[plan.schedule].spans_epochs
+    epochs = epochs_to_flush(config, 0, MOST_EPOCHS) if spans else 1
+    found = training_program(dag, buckets, epochs=epochs, steps_every=every)
+    if config.weights == "2bw" and found.largest_gap > 1:
+        raise InputError(
+            f"--weights 2bw: a stage makes up to {found.largest_gap} optimizer steps between "
+            "forward and backward of a chunk, not 1; try --steps-every of at least the number of "
+            "--stages, or --weights stash"
+        )
+    return found
 
 
 def _check_ways(config: TrainConfig, plan: Plan, program: CheckedProgram) -> None:
@@ -433,7 +471,7 @@ def _probes(
 ) -> npt.NDArray[np.int64]:
     """Returns the probe vertices of the forecast; none if no row of ``program`` is stale."""
     each = config.staleness_settings_for(program.chunks).probes_per_column
-    if not each or program.is_exact:
+    if not each or program.is_exact or program.steps_by_chunk:
         return np.empty(0, dtype=np.int64)
     counts = probe_counts(model, graph.row_types, each)
     return choose_probe_vertices(chunking, counts, graph.row_types, config.seed)

@@ -27,10 +27,11 @@ from gnnpipe.plan import (
     Plan,
     RowWay,
     StageDag,
+    gradient_buckets,
     precomputed_aggregations,
     shared_tables,
 )
-from gnnpipe.schedule import CheckedProgram, evaluation_program
+from gnnpipe.schedule import SCHEDULES, CheckedProgram, evaluation_program, training_program
 from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
 from gnnpipe.tasks.loss import LossFn
@@ -60,7 +61,7 @@ class Prepared:
     qualities: tuple[CutQuality, ...]
     """By stage."""
     program: CheckedProgram
-    """The program of usual epochs."""
+    """The program of usual epochs; if it spans several, of the most up to a flush."""
     exact_program: CheckedProgram
     """The program of exact epochs, in a run whose usual epochs have stale reads."""
     probes: npt.NDArray[np.int64]
@@ -119,7 +120,7 @@ class Prepared:
     @cached_property
     def staleness(self) -> StalenessSettings:
         """Settings of stale rows for the plan's number of chunks."""
-        return self.config.staleness_settings_for(self.plan.chunks)
+        return self.config.staleness_settings_for(self.plan.chunks, self.plan.schedule)
 
     def recomputes(self, stage: int) -> bool:
         """Whether a stage keeps only the inputs of its steps until backward."""
@@ -134,6 +135,24 @@ class Prepared:
         """Return the program of an epoch (from 0), unless gradients jumped (``ExactEpochs``)."""
         return self.exact_program if epoch < self.exact_epochs else self.program
 
+    @property
+    def spans_epochs(self) -> bool:
+        """Whether usual epochs follow each other without a flush between them."""
+        return SCHEDULES[self.plan.schedule].spans_epochs
+
+    def program_over(self, epochs: int) -> CheckedProgram:
+        """Return the program of some usual epochs up to a flush."""
+        if epochs not in self._programs:
+            buckets = gradient_buckets(self.model_graph, self.plan, self.dtype.itemsize)
+            every = self.config.steps_every
+            made = training_program(self.dag, buckets, epochs=epochs, steps_every=every)
+            self._programs[epochs] = made
+        return self._programs[epochs]
+
+    @cached_property
+    def _programs(self) -> dict[int, CheckedProgram]:
+        return {self.program.epochs: self.program}
+
     def volume_of(self, is_exact: bool) -> CommVolume:
         """Return the bytes of an epoch; an exact epoch has no forecast."""
         return replace(self.volume, control=0) if is_exact else self.volume
@@ -141,7 +160,8 @@ class Prepared:
     def chunk_order(self, epoch: int) -> Sequence[int]:
         """Return the chunks in the order of an epoch, the same on every stage."""
         seed = self.config.seed if self.staleness.shuffle_chunks else None
-        return chunk_order(self.plan.chunks, seed, epoch)
+        in_flight = self.program.most_in_flight if self.spans_epochs else 1
+        return chunk_order(self.plan.chunks, seed, epoch, in_flight)
 
     def program_text(self) -> str:
         """Returns all programs of the run as text."""
@@ -161,6 +181,8 @@ class Prepared:
     @cached_property
     def shared_tables(self) -> frozenset[str]:
         """Aggregations whose result and gradient share a table."""
+        if self.program.steps_by_chunk:
+            return frozenset()  # there is no table of gradients
         return shared_tables(
             self.model_graph,
             self.plan,
@@ -197,9 +219,35 @@ class Prepared:
         return row_dtype(self.config)
 
 
-def chunk_order(chunks: int, seed: int | None, epoch: int) -> Sequence[int]:
-    """Draws the permutation of the chunks for an epoch; ascending without a ``seed``."""
+MOST_EPOCHS = 10
+"""Most epochs between two flushes; so many that a flush costs under 1 % of the time with K = 32."""
+
+
+def epochs_to_flush(config: TrainConfig, epoch: int, last_epoch: int) -> int:
+    """Returns the number of epochs from ``epoch`` (from 0) to the next flush, at least 1.
+
+    Flushes come where evaluations and checkpoints are due, and every ``MOST_EPOCHS`` epochs. They
+    depend on the settings alone, and not on interruptions, so that a resumed run is the same.
+    """
+    periods = (MOST_EPOCHS, config.eval_every, config.checkpoint_every)
+    ends = [(epoch // period + 1) * period for period in periods if period]
+    return max(min(*ends, last_epoch) - epoch, 1)
+
+
+def chunk_order(chunks: int, seed: int | None, epoch: int, in_flight: int = 1) -> Sequence[int]:
+    """Draws the permutation of the chunks for an epoch; ascending without a ``seed``.
+
+    With up to ``in_flight`` passes in flight across epochs, the chunks are divided into groups that
+    keep their places: so at least this many passes lie between two of one chunk, and no epoch's
+    order depends on another's.
+    """
     if seed is None:
         return range(chunks)
-    order: list[int] = np.random.default_rng([seed, epoch]).permutation(chunks).tolist()
-    return order
+    generator = np.random.default_rng([seed, epoch])
+    largest = chunks - in_flight + 1
+    if largest >= chunks:
+        order: list[int] = generator.permutation(chunks).tolist()
+        return order
+    drawn = np.random.default_rng([seed]).permutation(chunks)
+    groups = np.array_split(drawn, -(-chunks // largest))
+    return [int(chunk) for group in groups for chunk in generator.permutation(group)]

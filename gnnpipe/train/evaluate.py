@@ -1,4 +1,4 @@
-"""Trains one epoch; evaluates a model."""
+"""Trains the epochs up to a flush; evaluates a model."""
 
 from __future__ import annotations
 
@@ -37,10 +37,36 @@ def train_epoch(
     rank_runtime: RankRuntime, mesh: Mesh, program: CheckedProgram, order: Sequence[int], epoch: int
 ) -> float:
     """Trains one epoch; returns the mean loss over the training labels, on every rank."""
-    results = rank_runtime.executor.run(program, order, epoch=epoch, training=True)
-    loss = mesh.sum([sum(float(r["loss"]) for r in results.values())])[0]
+    return train_epochs(rank_runtime, mesh, program, order, epoch)[-1]
+
+
+def train_epochs(
+    rank_runtime: RankRuntime,
+    mesh: Mesh,
+    program: CheckedProgram,
+    order: Sequence[int],
+    epoch: int,
+    epoch_end: Callable[[], None] | None = None,
+) -> list[float]:
+    """Trains the epochs of a program; returns the mean loss of each, on every rank.
+
+    Args:
+        rank_runtime: This rank's part.
+        mesh: The ranks.
+        program: The program, which ends with a flush.
+        order: The chunk of every pass.
+        epoch: Number of the first epoch.
+        epoch_end: Called at the end of each epoch but the last, when this stage has stepped.
+    """
+    results = rank_runtime.executor.run(
+        program, order, epoch=epoch, training=True, epoch_end=epoch_end
+    )
+    losses = [0.0] * program.epochs
+    for position, found in results.items():
+        losses[position // program.chunks] += float(found["loss"])
+    losses = mesh.sum(losses)
     mesh.recorder.end_epoch()
-    return loss
+    return losses
 
 
 def results_by_chunk(rank_runtime: RankRuntime) -> dict[int, Values]:

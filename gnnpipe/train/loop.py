@@ -40,10 +40,10 @@ from gnnpipe.run.straggler import StragglerWatch
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.inputs import why_not_validated
-from gnnpipe.setup.prepared import Prepared
+from gnnpipe.setup.prepared import Prepared, epochs_to_flush
 from gnnpipe.tasks.loss import ERRORS
 from gnnpipe.train.diagnose import check_same_weights, find_fault
-from gnnpipe.train.evaluate import evaluate, train_epoch
+from gnnpipe.train.evaluate import evaluate, train_epochs
 
 CHECKPOINT_AFTER_S = 600.0
 """Seconds from one checkpoint to the next, unless the config gives a number of epochs."""
@@ -161,51 +161,72 @@ class Loop:
         """
         self._met_at = time.monotonic()
         while len(self.rows) < self.last_epoch and not self._is_over:
-            self._is_over = self._epoch(len(self.rows))
+            self._is_over = self._train_to_flush(len(self.rows))
             sent = astuple(self.rank_runtime.executor.epoch_bytes)
             self.sent_bytes = [int(n) for n in self.mesh.sum([float(n) for n in sent])]
             self._save_or_stop(stopping)
         self._evaluate_last()  # a checkpoint may be of a later epoch than the last one
 
-    def _epoch(self, epoch: int) -> bool:
-        """Trains one epoch and evaluates if due; returns whether patience has run out."""
+    def _train_to_flush(self, epoch: int) -> bool:
+        """Trains from ``epoch`` (from 0) to the next flush, and evaluates if an evaluation is due.
+
+        Usually this is one epoch. Returns whether patience has run out.
+        """
         config, mesh, executor = self.config, self.mesh, self.rank_runtime.executor
         start = time.perf_counter()
-        order = self.prepared.chunk_order(epoch)
         program = self._exact_epochs.begin(epoch, executor.grad_clip)
-        loss = train_epoch(self.rank_runtime, mesh, program, order, epoch)
+        if program is self.prepared.program and self.prepared.spans_epochs:
+            count = epochs_to_flush(config, epoch, self.last_epoch)
+            program = self.prepared.program_over(count)
+        numbers = range(epoch, epoch + program.epochs)
+        orders = [self.prepared.chunk_order(number) for number in numbers]
+        rates = [self._learning_rate.value]
+
+        def end_epoch() -> None:
+            self._learning_rate.step(None)
+            rates.append(self._learning_rate.value)
+
+        every_pass = [chunk for order in orders for chunk in order]
+        if self.rank_runtime.rates is not None:
+            coming = self._learning_rate.coming(program.epochs)
+            self.rank_runtime.rates.begin(coming, program.consistency.optimizer_steps or 1)
+        losses = train_epochs(self.rank_runtime, mesh, program, every_pass, epoch, end_epoch)
         self._exact_epochs.end(program, executor.grad_clip.norm, executor.has_stepped)
-        stale = measure_staleness(self.prepared, self.rank_runtime, mesh, order, program.is_exact)
-        trained = time.perf_counter()
-        if not executor.has_stepped and self._mend(epoch, loss):
+        stale = [
+            measure_staleness(self.prepared, self.rank_runtime, mesh, order, program.is_exact)
+            for order in orders
+        ]
+        time_s = (time.perf_counter() - start) / program.epochs
+        if not executor.has_stepped and self._mend(numbers[-1], sum(losses)):
             return False
-        last = epoch + 1 == self.last_epoch
-        due = config.eval_every and (epoch + 1) % config.eval_every == 0
+        last = numbers[-1] + 1 == self.last_epoch
+        due = config.eval_every and (numbers[-1] + 1) % config.eval_every == 0
+        start = time.perf_counter()
         scores = evaluate(self.rank_runtime, mesh) if last or due else None
         if scores and config.check_weights:
-            check_same_weights(self.rank_runtime, mesh, epoch)
-        row = EpochRow(
-            epoch + 1,
-            loss,
-            scores,
-            trained - start,
-            time.perf_counter() - trained if scores else 0.0,
-            self._learning_rate.value,
-            stale,
-        )
+            check_same_weights(self.rank_runtime, mesh, numbers[-1])
+        eval_time_s = time.perf_counter() - start if scores else 0.0
+        self._is_told_to_stop = False
+        for number, loss, rate, one in zip(numbers, losses, rates, stale, strict=True):
+            at_flush = number == numbers[-1]
+            of_scores = (scores, eval_time_s) if at_flush else (None, 0.0)
+            self._add(EpochRow(number + 1, loss, of_scores[0], time_s, of_scores[1], rate, one))
+        self._learning_rate.step(_val_metric(self.rows[-1]))
+        is_over = scores is not None and self.best.see(self.rows[-1].epoch, scores) and not last
+        if is_over:
+            self.progress.say(
+                f"stopped after epoch {self.rows[-1].epoch}: validation {self.prepared.metric} has "
+                f"not become better since epoch {self.best.epoch}"
+            )
+        return is_over
+
+    def _add(self, row: EpochRow) -> None:
+        """Adds and writes the row of an epoch that has ended, and calls the callbacks."""
         self.rows.append(row)
         if self.folder is not None:
             self.folder.add(row)
         self.progress.epoch(row)
-        self._learning_rate.step(_val_metric(row))
-        self._is_told_to_stop = self.epoch_end(row)
-        is_over = scores is not None and self.best.see(epoch + 1, scores) and not last
-        if is_over:
-            self.progress.say(
-                f"stopped after epoch {epoch + 1}: validation {self.prepared.metric} has not "
-                f"become better since epoch {self.best.epoch}"
-            )
-        return is_over
+        self._is_told_to_stop |= self.epoch_end(row)
 
     def _save_or_stop(self, stopping: Stopping) -> None:
         """Agrees with all ranks on writing a checkpoint and on stopping."""
@@ -245,7 +266,7 @@ class Loop:
         mesh, epochs = self.mesh, self.mesh.recorder.epochs
         found = [0.0] * (1 + mesh.world_size)
         if epochs and self.rows and epochs[-1].is_exact == self.prepared.program.is_exact:
-            found[1 + mesh.rank] = epochs[-1].compute_s
+            found[1 + mesh.rank] = epochs[-1].compute_s / epochs[-1].count
             found[0] = self.rows[-1].epoch_time_s * (mesh.rank == 0)
         return found
 

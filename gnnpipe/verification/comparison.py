@@ -158,6 +158,11 @@ def compare_epochs(
             f"model: {prepared.model.name} runs as it is, as in plain PyG, so there is nothing to "
             f"compare; it cannot be recorded: {reason_not_recorded(prepared.model)}"
         )
+    if prepared.spans_epochs or (prepared.program.steps_by_chunk and not prepared.program.is_exact):
+        raise InputError(
+            f"--schedule {prepared.plan.schedule}: gradients stay in their chunk, which the "
+            "reference does not follow; verify with --schedule fill-drain"
+        )
     has_sums = any(op.structure == SUM for op in prepared.model_graph.ops)
     if has_sums and not prepared.program.is_exact:
         raise InputError(

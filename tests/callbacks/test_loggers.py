@@ -49,15 +49,15 @@ def test_tensorboard_reads_the_columns_of_metrics_csv(tmp_path):
 
 
 def test_a_resumed_run_goes_on_in_the_same_log(tmp_path, monkeypatch):
-    out, real = tmp_path / "run", loop.train_epoch
+    out, real = tmp_path / "run", loop.train_epochs
 
-    def train(rank_runtime, mesh, program, order, number):
+    def train(rank_runtime, mesh, program, order, number, *more):
         if number + 1 == 5:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(rank_runtime, mesh, program, order, number)
+        return real(rank_runtime, mesh, program, order, number, *more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "train_epoch", train)
+        patched.setattr(loop, "train_epochs", train)
         with pytest.raises(StoppedError):
             Trainer(config(out, log="tensorboard"), small_graph()).fit()
     # What a process that was killed has written is there.

@@ -127,9 +127,9 @@ def kept_in_gnnpipe(depth, recompute, monkeypatch):
     """Numbers per row that are alive between forward and backward."""
     found, seed_loss = [], Stage.seed_loss
 
-    def counting(self, chunk):
+    def counting(self, chunk, scale):
         found.append(numbers_per_row(61))
-        seed_loss(self, chunk)
+        seed_loss(self, chunk, scale)
 
     with monkeypatch.context() as patch, visible():
         patch.setattr(Stage, "seed_loss", counting)

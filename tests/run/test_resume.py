@@ -34,12 +34,12 @@ def outcome(out):
 
 def stop_after(epoch):
     """SIGTERM, as a scheduler sends it, while epoch ``epoch`` (from 1) is trained."""
-    real = loop.train_epoch
+    real = loop.train_epochs
 
-    def train(rank_runtime, mesh, program, order, number):
-        if number + 1 == epoch:
+    def train(rank_runtime, mesh, program, order, number, *more):
+        if number + 1 <= epoch <= number + program.epochs:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(rank_runtime, mesh, program, order, number)
+        return real(rank_runtime, mesh, program, order, number, *more)
 
     return train
 
@@ -62,6 +62,8 @@ CASES = {
     "bf16 products": {"matmul_dtype": "bf16"},
     "recompute": {"recompute": True},
     "jumps": {"exact_above": 0.5},
+    "1f1b": {"schedule": "1f1b", "steps_every": 2},
+    "async": {"schedule": "async", "lr_schedule": "cosine", "clip_norm": 0.1},
 }
 
 
@@ -75,7 +77,7 @@ def test_stopped_and_gone_on_with_is_the_same_to_the_bit(name, tmp_path, monkeyp
     Trainer(config(tmp_path / "whole", **settings), graph, model()).fit()
     out = tmp_path / "stopped"
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "train_epoch", stop_after(STOP))
+        patched.setattr(loop, "train_epochs", stop_after(STOP))
         with pytest.raises(StoppedError, match=f"after epoch {STOP} .SIGTERM.; go on with"):
             Trainer(config(out, **settings), graph, model()).fit()
     assert len(table(out)) == STOP

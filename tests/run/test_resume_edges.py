@@ -90,7 +90,7 @@ def test_a_new_folder_under_restarts_goes_on_with_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     run = resumed_config(old, {"epochs": EPOCHS, "out": str(new)})
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "train_epoch", stop_after(7))
+        patched.setattr(loop, "train_epochs", stop_after(7))
         with pytest.raises(StoppedError):
             Trainer(run, small_graph(), resume=old).fit()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -102,7 +102,7 @@ def test_a_damaged_newer_checkpoint_does_not_count(tmp_path, monkeypatch):
     out = tmp_path / "run"
     Trainer(config(out, epochs=8, checkpoint_every=4), small_graph()).fit()
     damage(out / "checkpoints" / "epoch-000008" / "state.json", 0.5)
-    monkeypatch.setattr(loop, "train_epoch", stop_after(6))
+    monkeypatch.setattr(loop, "train_epochs", stop_after(6))
     with pytest.raises(StoppedError):
         again(out, epochs=20, keep=1)
     monkeypatch.undo()
@@ -201,14 +201,14 @@ def test_a_skipped_step_leaves_moving_statistics_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(GradClip, "passes", passes)
     model = normed()
     stats = []
-    plain = loop.train_epoch
+    plain = loop.train_epochs
 
     def train(*words):
         found = plain(*words)
         stats.append({k: v.clone() for k, v in model.state_dict().items() if "running" in k})
         return found
 
-    monkeypatch.setattr(loop, "train_epoch", train)
+    monkeypatch.setattr(loop, "train_epochs", train)
     Trainer(config(tmp_path / "run", on_nan="skip"), small_graph(), model).fit()
     assert stats[0]
     for name, value in stats[2].items():

@@ -19,8 +19,8 @@ class Doubled:
         self.parameters, self.seen = list(parameters), []
 
     @contextmanager
-    def for_forward(self, action):
-        self.seen.append(f"F{action.position}")
+    def for_forward(self, position):
+        self.seen.append(f"F{position}")
         own = [p.data for p in self.parameters]
         for p in self.parameters:
             p.data = 2 * p.data
@@ -29,15 +29,21 @@ class Doubled:
             p.data = data
 
     @contextmanager
-    def for_backward(self, action):
-        self.seen.append(f"B{action.position}")
+    def for_backward(self, position):
+        self.seen.append(f"B{position}")
         yield
+
+    def stepped(self):
+        self.seen.append("step")
+
+    def flush(self):
+        self.seen.append("flush")
 
 
 def trained(chunks, doubles_forward=False, doubles_weights=False):
     """Loss of the first epoch, the order of the passes, and whether the weights were put back."""
     torch.manual_seed(0)
-    config = quick_config(model="gcn", layers=3, chunks=chunks, staleness="none", dropout=0.0)
+    config = quick_config(model="gcn", layers=3, chunks=chunks, schedule="1f1b", dropout=0.0)
     prepared = prepare(config, Mesh.alone(), small_graph())
     if doubles_weights:
         with torch.no_grad():
@@ -61,6 +67,7 @@ def trained(chunks, doubles_forward=False, doubles_weights=False):
 def test_forward_computes_with_the_weights_of_the_policy(chunks):
     loss, seen, is_same = trained(chunks, doubles_forward=True)
     assert is_same
-    assert seen == [f"F{c}" for c in range(chunks)] + [f"B{c}" for c in reversed(range(chunks))]
+    passes = [f"{way}{p}" for p in range(chunks) for way in "FB"]
+    assert seen == [*passes, "step", "flush"]
     assert loss == pytest.approx(trained(chunks, doubles_weights=True)[0], rel=1e-12)
     assert loss != pytest.approx(trained(chunks)[0], rel=1e-3)

@@ -141,14 +141,14 @@ def test_ranks_that_want_other_numbers():
 
 
 def interrupted_at(epoch, monkeypatch):
-    real = loop.train_epoch
+    real = loop.train_epochs
 
-    def train(rank_runtime, mesh, program, order, number):
+    def train(rank_runtime, mesh, program, order, number, *more):
         if number + 1 == epoch:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(rank_runtime, mesh, program, order, number)
+        return real(rank_runtime, mesh, program, order, number, *more)
 
-    monkeypatch.setattr(loop, "train_epoch", train)
+    monkeypatch.setattr(loop, "train_epochs", train)
 
 
 def test_a_stopped_second_fit_is_resumed_up_to_its_end(tmp_path, monkeypatch):

@@ -26,6 +26,9 @@ class Mesh(World):
     down_group: dist.ProcessGroup | None = None
     """The ranks of ``graph_group`` again, over gloo connections of their own, so that two halo
     exchanges run at once; ``None`` on GPUs."""
+    backward_group: dist.ProcessGroup | None = None
+    """All ranks again, for gradients of other stages, on GPUs: NCCL runs the messages of two ranks
+    and a group in the order in which both have started them. ``None`` over gloo, which has tags."""
     recorder: Recorder = field(default_factory=Recorder, compare=False)
     start_thread: StartThread = field(default_factory=StartThread, compare=False)
 
@@ -45,6 +48,7 @@ class Mesh(World):
             collectives=collectives,
             graph_group=_stage_group(world, placement, None),
             down_group=_stage_group(world, placement, "gloo") if is_cpu else None,
+            backward_group=None if is_cpu else _backward_group(world, placement),
             recorder=Recorder(is_on=is_cpu),
             start_thread=StartThread(has_thread=is_cpu and world.world_size > 1),
         )
@@ -88,6 +92,15 @@ class Mesh(World):
         """Stop the thread that starts messages, and close the process groups."""
         self.start_thread.close()
         super().leave()
+
+
+def _backward_group(world: World, placement: Placement) -> dist.ProcessGroup | None:
+    """Return the group of all ranks for gradients of other stages, if there are several stages."""
+    if placement.num_stages == 1 or world.world_size == 1:
+        return None
+    ranks, timeout = list(range(world.world_size)), timedelta(seconds=world.timeout_s)
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout)
+    return group
 
 
 def _stage_group(

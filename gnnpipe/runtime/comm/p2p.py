@@ -2,12 +2,14 @@
 
 ``post`` and ``send`` return at once; ``take`` waits for one message, ``drain`` for all sends.
 A message has a part for each rank of the other stage that owns some of its rows (``RowLinks``).
-Parts between two ranks arrive in the order in which they were sent, so no tags are needed:
-``schedule.check`` has proved that both ends use the same order.
+Parts of one direction between two ranks arrive in the order in which they were sent:
+``schedule.check`` has proved that both ends use the same order. The two directions have channels of
+their own, a tag over gloo and a group over NCCL, because 1F1B mixes them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -19,6 +21,7 @@ from torch import Tensor
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.row_links import Pieces
 from gnnpipe.runtime.comm.start_thread import StartedMessages
+from gnnpipe.schedule import Direction
 
 Key = tuple[str, int, int]
 """Direction ('F' or 'B'), stage of the peer, position of the chunk."""
@@ -50,7 +53,8 @@ class PointToPoint:
         self.dtype, self.row_dtype = dtype, row_dtype
         self.sent_bytes = 0
         self._arriving: dict[Key, ArrivingMessage] = {}
-        self._leaving: list[tuple[list[Tensor], StartedMessages]] = []
+        self._leaving: deque[tuple[int, list[Tensor], StartedMessages]] = deque()
+        """Position, parts and transfer of the sends that may not be complete."""
 
     def post(self, way: str, peer: int, position: int, sizes: Mapping[str, ValueSize]) -> None:
         """Start to receive values of these ``sizes`` from stage ``peer``."""
@@ -60,7 +64,8 @@ class PointToPoint:
         }
         parts = []
         for rank, coming in _by_rank(values, {n: size.pieces for n, size in sizes.items()}).items():
-            transfer = self.mesh.start_thread.start(partial(_receive, coming, rank))
+            channel = self._channel(way)
+            transfer = self.mesh.start_thread.start(partial(_receive, coming, rank, channel))
             parts.append((rank, sum(t.nbytes for t in coming), transfer))
         clock_s = self.mesh.recorder.clock()
         self._arriving[way, peer, position] = ArrivingMessage(values, parts, clock_s)
@@ -85,8 +90,9 @@ class PointToPoint:
         rounded = {name: v.detach().to(self.row_dtype).contiguous() for name, v in values.items()}
         for rank, leaving in _by_rank(rounded, pieces).items():
             self.mesh.recorder.add_send(way, rank, position)
-            transfer = self.mesh.start_thread.start(partial(_send, leaving, rank))
-            self._leaving.append((leaving, transfer))
+            channel = self._channel(way)
+            transfer = self.mesh.start_thread.start(partial(_send, leaving, rank, channel))
+            self._leaving.append((position, leaving, transfer))
             self.sent_bytes += sum(t.nbytes for t in leaving)
 
     def abandon(self) -> None:
@@ -96,17 +102,34 @@ class PointToPoint:
 
     def drain(self) -> None:
         """Wait until all sends are complete."""
-        for _, transfer in self._leaving:
+        for *_, transfer in self._leaving:
             transfer.wait()
         self._leaving.clear()
 
+    def free(self, position: int) -> None:
+        """Free the values of the oldest sends, those up to ``position``; all must have arrived."""
+        while self._leaving and self._leaving[0][0] <= position:
+            self._leaving.popleft()[-1].wait()
 
-def _receive(parts: list[Tensor], rank: int) -> list[dist.Work | None]:
-    return [dist.irecv(part, src=rank) for part in parts]
+    def _channel(self, way: str) -> Channel:
+        if way == Direction.FORWARD:
+            return Channel(None, 0)
+        return Channel(self.mesh.backward_group, 1)
 
 
-def _send(parts: list[Tensor], rank: int) -> list[dist.Work | None]:
-    return [dist.isend(part, dst=rank) for part in parts]
+class Channel(NamedTuple):
+    """Group and tag of the messages of one direction."""
+
+    group: dist.ProcessGroup | None
+    tag: int
+
+
+def _receive(parts: list[Tensor], rank: int, channel: Channel) -> list[dist.Work | None]:
+    return [dist.irecv(p, src=rank, group=channel.group, tag=channel.tag) for p in parts]
+
+
+def _send(parts: list[Tensor], rank: int, channel: Channel) -> list[dist.Work | None]:
+    return [dist.isend(p, dst=rank, group=channel.group, tag=channel.tag) for p in parts]
 
 
 def _by_rank(values: Mapping[str, Tensor], pieces: Mapping[str, Pieces]) -> dict[int, list[Tensor]]:

@@ -37,10 +37,12 @@ class Recorder:
         """Drop the current epoch: an error ended it, or it is an evaluation."""
         self._epoch = None
 
-    def begin_epoch(self, order: Sequence[int], is_exact: bool = False) -> None:
-        """Start an epoch whose chunks are processed in ``order``."""
+    def begin_epoch(self, order: Sequence[int], is_exact: bool = False, count: int = 1) -> None:
+        """Start an epoch, or ``count`` of them, whose chunks are processed in ``order``."""
         if self.is_on:
-            self._epoch = EpochSpans(self.clock(), order=tuple(order), is_exact=is_exact)
+            self._epoch = EpochSpans(
+                self.clock(), order=tuple(order), is_exact=is_exact, count=count
+            )
 
     def add_action(self, action: Action, start_s: float) -> None:
         """Record an action that ends now."""

@@ -9,6 +9,10 @@ Shapes: n own rows, h halo rows, F columns, C rows of a chunk.
 
 Gradients from other chunks can be scaled (GNNPipe's third technique): a neighbour is live with
 probability 1/2, so a factor of 2 makes the sum unbiased.
+
+If gradients stay in their chunk (``GradientScope.OWN_CHUNK``), rows of other chunks are constants:
+pull then returns the gradient that the chunk itself has recorded, on all shards, and no table of
+gradients is kept.
 """
 
 from __future__ import annotations
@@ -91,6 +95,10 @@ class History(ABC):
         self.table = torch.zeros(size, width, dtype=table_dtype, device=mesh.device)
         self._snapshot = torch.zeros_like(self.table) if spec.snapshot_every > 1 else None
         self._grads = self.table.new_empty(0, width)
+        self.stays_in_chunk = False
+        """Whether gradients stay in their chunk in the current epoch, and there are several."""
+        self._of_chunk: dict[int, Tensor] = {}
+        """Gradients recorded by chunks that have not pulled yet, if gradients stay in them."""
         self._arriving: list[CollectiveWork] = []
         self._returning: dict[int, CollectiveWork] = {}
         sample = spec.sample
@@ -116,17 +124,24 @@ class History(ABC):
         """Aggregate over another structure of the same kind from now on."""
         raise NotImplementedError
 
-    def begin_epoch(self, is_exact: bool) -> None:
+    def begin_epoch(self, is_exact: bool, stays_in_chunk: bool = False) -> None:
         """Restore the snapshot, if there is one, and clear the gradients.
 
-        ``is_exact``: no read is stale, so gradients from other chunks are complete and not scaled.
+        Args:
+            is_exact: No read is stale, so gradients from other chunks are complete and not scaled.
+            stays_in_chunk: Gradients stay in their chunk.
         """
+        self.stays_in_chunk = stays_in_chunk and self.layout.num_chunks > 1
+        self._of_chunk.clear()
         self.scale = 1.0 if is_exact else self._scale
         self._arriving.clear()  # left by a pass that failed
         self._returning.clear()
         if self._snapshot is not None:
             self.table.copy_(self._snapshot)
-        self._clear_gradients()
+        if self.stays_in_chunk:
+            self._grads = self._grads.new_empty(0, self._grads.shape[1])
+        else:
+            self._clear_gradients()
 
     def end_epoch(self, epoch: int, is_exact: bool) -> None:
         """Refresh the snapshot after every ``snapshot_every``-th epoch (from 0).
@@ -193,7 +208,7 @@ class History(ABC):
     def begin_pull(self, chunk: int) -> None:
         """Start to send the halo gradients that ``pull`` needs; all must have been recorded."""
         if self._has_peers and chunk not in self._returning:
-            halo = self._halo_gradients(*self.exchange.halo_range(chunk))
+            halo = self._halo_gradients(chunk)
             self._returning[chunk] = self.exchange.send_back(chunk, halo)
 
     @abstractmethod
@@ -207,8 +222,8 @@ class History(ABC):
         return own
 
     @abstractmethod
-    def _halo_gradients(self, low: int, high: int) -> Tensor:
-        """Return the gradients [high - low, F] of halo rows, by table row."""
+    def _halo_gradients(self, chunk: int) -> Tensor:
+        """Return the gradients [halo rows of the chunk, F] of the chunk's halo rows."""
 
     @abstractmethod
     def _clear_gradients(self) -> None:

@@ -47,10 +47,26 @@ class BlockHistory(History):
         start, stop = self._own(chunk)
         block = self.block(chunk)
         own, halo = grad[: stop - start], grad[stop - start :]
+        if self.stays_in_chunk:
+            self._of_chunk[chunk] = self._within(chunk, own, halo)
+            return
         if self.scale != 1.0:
             halo = torch.where(block.same_chunk, halo, halo * self.scale)
         self._grads[start:stop] += own
         self._grads.index_add_(0, block.halo_rows, halo)
+
+    def _within(self, chunk: int, own: Tensor, halo: Tensor) -> Tensor:
+        """Return the gradients of the chunk's own rows and then of its halo rows, [C + h, F].
+
+        ``own`` [C or 0, F] and ``halo`` [H, F] are the gradients of the block's rows.
+        """
+        (start, stop), (low, high) = self.rows(chunk), self.exchange.halo_range(chunk)
+        found = own.new_zeros(stop - start + high - low, own.shape[1])
+        found[: len(own)] = own
+        chosen = self.block(chunk).same_chunk[:, 0].nonzero()[:, 0]
+        rows = self.block(chunk).halo_rows[chosen]
+        places = torch.where(rows < self.layout.num_own, rows - start, rows - low + stop - start)
+        return found.index_add_(0, places, halo[chosen])
 
     def _own(self, chunk: int) -> tuple[int, int]:
         """Return the own rows at the beginning of the chunk's block, as (start, stop)."""
@@ -61,9 +77,17 @@ class BlockHistory(History):
         """Return the summed gradients [C, F] of the chunk's rows, from all shards."""
         start, stop = self.rows(chunk)
         self.begin_pull(chunk)
-        return self._add_returned(chunk, self._grads[start:stop].clone())
+        if self.stays_in_chunk:
+            own = self._of_chunk.pop(chunk)[: stop - start]
+        else:
+            own = self._grads[start:stop].clone()
+        return self._add_returned(chunk, own)
 
-    def _halo_gradients(self, low: int, high: int) -> Tensor:
+    def _halo_gradients(self, chunk: int) -> Tensor:
+        if self.stays_in_chunk:
+            start, stop = self.rows(chunk)
+            return self._of_chunk[chunk][stop - start :]
+        low, high = self.exchange.halo_range(chunk)
         return self._grads[low:high]
 
     def _clear_gradients(self) -> None:

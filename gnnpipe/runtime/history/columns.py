@@ -104,7 +104,7 @@ class ColumnHistory(History):
         """Return the target rows of a chunk as (start, stop)."""
         return self.operator.into_ptr[chunk], self.operator.into_ptr[chunk + 1]
 
-    def _halo_gradients(self, low: int, high: int) -> Tensor:
+    def _halo_gradients(self, chunk: int) -> Tensor:
         raise AssertionError("columns of all rows have no halo")
 
     def _clear_gradients(self) -> None:

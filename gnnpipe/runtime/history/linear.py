@@ -53,6 +53,9 @@ class LinearHistory(History):
         if self.layout.num_chunks == 1:
             self._grads = grad.to(self.table.dtype).contiguous()
             return
+        if self.stays_in_chunk:
+            self._of_chunk[chunk] = grad.to(self.table.dtype).contiguous()
+            return
         start, stop = self.into(chunk)
         here = self._grads[start:stop]
         if grad.data_ptr() != here.data_ptr():  # not made in place
@@ -63,20 +66,24 @@ class LinearHistory(History):
         """Return the gradient [C, F] of the chunk's rows from everything recorded so far."""
         start, stop = self.rows(chunk)
         self.begin_pull(chunk)  # sent while the larger product runs
-        own = self._backward_product(start, stop).to(self._dtype)
+        own = self._backward_product(chunk, start, stop).to(self._dtype)
         self._add_returned(chunk, own)
+        self._of_chunk.pop(chunk, None)
         if self.layout.num_chunks == 1:
             self._grads = self._grads.new_empty(0, own.shape[1])
-        elif self.scale != 1.0:
+        elif self.scale != 1.0 and not self.stays_in_chunk:
             # Only other chunks read this chunk's gradients from now on.
             first, last = self.into(chunk)
             self._grads[first:last] *= self.scale
         return own
 
-    def _halo_gradients(self, low: int, high: int) -> Tensor:
-        return self._backward_product(low, high)
+    def _halo_gradients(self, chunk: int) -> Tensor:
+        return self._backward_product(chunk, *self.exchange.halo_range(chunk))
 
-    def _backward_product(self, start: int, stop: int) -> Tensor:
+    def _backward_product(self, chunk: int, start: int, stop: int) -> Tensor:
+        """Return the gradients of table rows start:stop, which belong to a chunk."""
+        if self.stays_in_chunk:
+            return self.operator.back_from(chunk, self._of_chunk[chunk], start, stop)
         if self._is_shared:
             return self.operator.back(self._grads, start, stop, self._recorded)
         return self.operator.transposed.matmul(self._grads, start, stop)

@@ -64,22 +64,28 @@ class MeanHistory(History):
 
     def record(self, chunk: int, grad: Tensor) -> None:
         """Record the gradient [1, F] of the mean."""
-        self._grads[chunk] = self._summed(grad[0].double())
+        summed = self._summed(grad[0].double())
+        if self.stays_in_chunk:
+            self._of_chunk[chunk] = summed
+        else:
+            self._grads[chunk] = summed
 
     def begin_pull(self, chunk: int) -> None:
         """Do nothing: ``record`` has added the gradients of all shards."""
 
-    def _halo_gradients(self, low: int, high: int) -> Tensor:
+    def _halo_gradients(self, chunk: int) -> Tensor:
         raise AssertionError("a mean has no halo")
 
     def pull(self, chunk: int) -> Tensor:
         """Return the gradient [C, F] of the rows, or [1, F] of the part, that the chunk pushed."""
         start, stop = self.rows(chunk)
-        found = self._grads.sum(0) / self._divisor
+        own = self._of_chunk.pop(chunk) if self.stays_in_chunk else self._grads.sum(0)
+        found = own / self._divisor
         if self._weights is not None:
             found = self._weights[start:stop, None] * found
-        # Only other chunks read this chunk's gradients from now on.
-        self._grads[chunk] *= self.scale
+        if not self.stays_in_chunk:
+            # Only other chunks read this chunk's gradients from now on.
+            self._grads[chunk] *= self.scale
         return found.to(self._dtype).expand(1 if self._is_sum else stop - start, -1)
 
     def move(self, factor: Tensor, shift: Tensor, rows: Tensor | None = None) -> None:

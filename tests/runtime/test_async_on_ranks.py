@@ -1,0 +1,235 @@
+"""Asynchronous training on real ranks against ``async_reference``, with every weight policy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from async_reference import AsyncReference, RefStage, dense_chunks, one_f_one_b
+from helpers import quick_config, run_ranks, small_graph
+from test_branches_on_ranks import Branched
+from torch import nn
+from torch_geometric import nn as pyg
+
+from gnnpipe import Trainer
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.verification.reference_dropout import drop
+
+CHUNKS, EPOCHS, EVERY, WIDTH, LR = 6, 5, 2, 6, 0.05
+"""Flushes come after two, four and five epochs."""
+OPTIMIZERS = {
+    "Adam": lambda weights: torch.optim.Adam(weights, lr=LR),
+    "SGD": lambda weights: torch.optim.SGD(weights, lr=LR, momentum=0.9),
+    "RMSprop": lambda weights: torch.optim.RMSprop(weights, lr=LR, momentum=0.0),
+}
+
+
+def gcn_matrix(graph):
+    n = graph.num_vertices
+    a = torch.eye(n, dtype=torch.float64)
+    source, target = (torch.from_numpy(np.asarray(e)).long() for e in graph.edge_index)
+    a[target, source] = 1.0
+    root = a.sum(1).rsqrt()
+    return root[:, None] * a * root
+
+
+def layers_of(first, last, num_layers, scale):
+    """The built-in GCN layers first to last - 1 as a stage, with dropout of one half."""
+
+    def function(values, weights, one):
+        x = one.chunk.data["x"] if first == 0 else values["x"]
+        for i in range(first, last):
+            own = {k.removeprefix(f"layers.{i}."): w for k, w in weights.items()}
+            if i == 0:
+                x = one.aggregate("gcn", "0", F.linear(x, own["encode.weight"]))
+            else:
+                x = F.linear(one.aggregate("gcn", str(i), x), own["lin.weight"])
+            x = x + own["bias"]
+            if i < num_layers - 1:
+                x = F.layer_norm(x, (WIDTH,), own["norm.weight"], own["norm.bias"]).relu()
+                kept = drop(torch.ones(one.chunk.data["n"], WIDTH), 0.5, 0, one.epoch, i + 1)
+                x = x * kept[one.chunk.rows].double()
+        return loss_of(x, one, scale) if last == num_layers else {"x": x}
+
+    return function
+
+
+def loss_of(x, one, scale):
+    data = one.chunk.data
+    loss = F.cross_entropy(x[data["train"]], data["y"][data["train"]], reduction="sum")
+    return {"loss": scale * loss / data["count"]}
+
+
+class Fork(nn.Module):
+    """Two branches that a third stage joins."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(8)
+        self.in_a, self.in_b = nn.Linear(7, WIDTH), nn.Linear(7, WIDTH)
+        self.a, self.b = pyg.GCNConv(WIDTH, WIDTH), pyg.GCNConv(WIDTH, WIDTH)
+        self.c, self.out = pyg.GCNConv(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x, edge_index):
+        a = self.a(self.in_a(x), edge_index).tanh()
+        b = self.b(self.in_b(x), edge_index).tanh()
+        return self.out(self.c(a + b, edge_index).tanh())
+
+
+def branch(name):
+    def function(values, w, one):
+        h = F.linear(one.chunk.data["x"], w[f"in_{name}.weight"], w[f"in_{name}.bias"])
+        z = F.linear(one.aggregate("gcn", name, h), w[f"{name}.lin.weight"]) + w[f"{name}.bias"]
+        return {name: z.tanh()}
+
+    return function
+
+
+def join(scale):
+    def function(values, w, one):
+        x = values["a"] + values["b"]
+        x = (F.linear(one.aggregate("gcn", "c", x), w["c.lin.weight"]) + w["c.bias"]).tanh()
+        return loss_of(F.linear(x, w["out.weight"], w["out.bias"]), one, scale)
+
+    return function
+
+
+def reference_of(prepared, graph, stages, distances, policy, optimizer, every):
+    """The reference, and a function that trains an epoch's passes up to a flush."""
+    chunk = torch.from_numpy(prepared.chunking.chunk_of_row()[prepared.chunking.inverse])
+    parts = [(chunk == c).nonzero()[:, 0] for c in range(CHUNKS)]
+    data = {
+        "x": torch.from_numpy(graph.x).double(),
+        "y": torch.from_numpy(graph.y).long(),
+        "train": torch.from_numpy(graph.train_mask),
+    }
+    chunks = dense_chunks({"gcn": gcn_matrix(graph)}, parts, **data)
+    for one in chunks:
+        one.data |= {"count": int(graph.train_mask.sum()), "n": graph.num_vertices}
+    reference = AsyncReference(stages, chunks, policy, OPTIMIZERS[optimizer])
+    steps = CHUNKS // every
+    reference.rate = lambda step: LR * 0.5 * (1 + math.cos(math.pi * (step // steps) / EPOCHS))
+
+    def run(first, last):
+        walk = [(e, int(c)) for e in range(first, last) for c in prepared.chunk_order(e)]
+        reference.run(one_f_one_b(distances, len(walk), every), walk)
+        by_epoch = [0.0] * (last - first)
+        for number, loss in reference.losses.items():
+            by_epoch[number // CHUNKS] += loss / steps
+        return by_epoch
+
+    return reference, run
+
+
+def difference(stages, shards, policy, optimizer, every, is_fork=False):
+    """Largest difference of losses and weights; runs on every rank."""
+    mesh = Mesh.join(stages, shards)
+    graph = small_graph(40, directed=True)
+    shape = {"stages": stages, "shards": shards, "chunks": CHUNKS, "schedule": "async"}
+    config = quick_config(
+        model="gcn",
+        layers=4,
+        hidden=WIDTH,
+        epochs=EPOCHS,
+        eval_every=EVERY,
+        steps_every=every,
+        lr=LR,
+        lr_schedule="cosine",
+        optimizer=optimizer,
+        weights=policy,
+        momentum=0.9 if optimizer == "SGD" else 0.0,
+        **shape,
+    )
+    model, plan = None, None
+    if is_fork:
+        model = Fork()
+        plan = made_plan(config, mesh, graph, model)
+    trainer = Trainer(config, graph, model, world=mesh, plan=plan)
+    prepared = trainer._setup()[1]
+    first = {k: v.clone() for k, v in trainer.model.named_parameters()}
+    by_stage = [
+        dict(prepared.model.stage_module(stage.ops).named_parameters())
+        for stage in prepared.plan.stages
+    ]
+    scale, distances = CHUNKS / every, list(prepared.dag.distances)
+    if is_fork:
+        names = "a" if "in_a.weight" in by_stage[0] else "b"
+        others = {"a": "b", "b": "a"}[names]
+        functions, reads = [branch(names), branch(others), join(scale)], {names: 0, others: 1}
+        assert distances == [1, 1, 0]
+    else:
+        bounds = [(stage.ops[0], stage.ops[-1] + 1) for stage in prepared.plan.stages]
+        functions = [layers_of(*each, 4, scale) for each in bounds]
+        reads = {}
+    ref_stages = []
+    for number, function in enumerate(functions):
+        own = {name: first[name] for name in by_stage[number]}
+        reading = reads if is_fork and number == 2 else {"x": number - 1}
+        reading = {} if number == 0 or (is_fork and number < 2) else reading
+        ref_stages.append(RefStage(function, own, reading))
+    reference, run = reference_of(prepared, graph, ref_stages, distances, policy, optimizer, every)
+    losses = [row.loss for row in trainer.fit().history]
+    truth = [*run(0, 2), *run(2, 4), *run(4, 5)]
+    found = [abs(a - b) for a, b in zip(losses, truth, strict=True)]
+    trained = dict(trainer.model.named_parameters())
+    for stage in reference.stages:
+        for name, weight in stage.weights.items():
+            found.append(float((trained[name] - weight).abs().max().detach()))
+    return max(found)
+
+
+def made_plan(config, mesh, graph, model):
+    from gnnpipe.setup.prepare import prepare
+
+    return prepare(config, mesh, graph, model, Branched(CHUNKS, "async")).plan
+
+
+POLICIES = ("latest", "stash", "predict", "spectrain", "xpipe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [*POLICIES, "2bw"])
+def test_two_stages(policy):
+    assert max(run_ranks(difference, 2, 2, 1, policy, "Adam", 1)) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "every"), [*((policy, 1) for policy in POLICIES), ("2bw", 3), ("predict", 2)]
+)
+def test_four_stages(policy, every):
+    assert max(run_ranks(difference, 4, 4, 1, policy, "Adam", every)) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["SGD", "RMSprop"])
+def test_other_optimizers_predict_by_their_own_rule(optimizer):
+    assert max(run_ranks(difference, 2, 2, 1, "predict", optimizer, 1)) < 1e-9
+
+
+@pytest.mark.slow
+def test_a_hybrid_of_stages_and_shards():
+    assert max(run_ranks(difference, 4, 2, 2, "predict", "Adam", 1)) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["predict", "stash"])
+def test_a_stage_dag(policy):
+    assert max(run_ranks(difference, 3, 3, 1, policy, "Adam", 1, True)) < 1e-9
+
+
+@pytest.mark.slow
+def test_policies_differ():
+    """With two stages and a step a chunk, spectrain and xpipe predict what predict does."""
+    policies = ("latest", "stash", "predict")
+    assert len({run_ranks(last_loss, 2, policy)[0] for policy in policies}) == 3
+
+
+def last_loss(policy):
+    config = quick_config(
+        model="gcn", layers=4, hidden=WIDTH, stages=2, chunks=CHUNKS, schedule="async",
+        weights=policy, lr=LR, momentum=0.0,
+    )  # fmt: skip
+    mesh = Mesh.join(2, 1)
+    return Trainer(config, small_graph(40), world=mesh).fit().loss

@@ -1,0 +1,179 @@
+"""Training with ``--schedule 1f1b`` and ``async``: what users see, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from helpers import quick_config, small_graph
+from torch import nn
+from torch_geometric import nn as pyg
+
+from gnnpipe import Trainer
+from gnnpipe.callbacks.callback import Callback
+from gnnpipe.errors import InputError
+from gnnpipe.plan import Plan
+from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.prepare import prepare
+
+
+def trained(model=None, **settings):
+    """Losses and weights after six epochs, with dropout."""
+    run = quick_config(**{"model": "gcnii", "layers": 3, "hidden": 8, "epochs": 6} | settings)
+    torch.manual_seed(2)
+    trainer = Trainer(run, small_graph(sparse=True), model)
+    result = trainer.fit()
+    weights = {k: v.numpy().tobytes() for k, v in trainer.model.state_dict().items()}
+    return [row.loss for row in result.history], weights
+
+
+def test_one_stage_async_is_chunk_after_chunk_to_the_bit():
+    settings = {"chunks": 5, "lr_schedule": "cosine", "warmup_epochs": 2, "eval_every": 4}
+    flowing = trained(schedule="async", **settings)
+    assert flowing == trained(schedule="1f1b", steps_every=1, **settings)
+    assert flowing != trained(schedule="1f1b", **settings)
+
+
+def test_one_chunk_is_the_full_batch_to_the_bit():
+    # With Adam as torch chooses it for the full batch: fused kernels round in another order.
+    plain = [trained(lr_schedule="cosine", optimizer="SGD", lr=0.5, momentum=0.9)]
+    for schedule in ("1f1b", "async"):
+        more = {"lr_schedule": "cosine", "optimizer": "SGD", "lr": 0.5, "momentum": 0.9}
+        plain.append(trained(schedule=schedule, **more))
+    assert plain[0] == plain[1] == plain[2]
+
+
+def test_metrics_have_a_row_for_every_epoch():
+    run = quick_config(chunks=4, schedule="async", epochs=7, eval_every=3, lr_schedule="cosine")
+    seen = []
+
+    class Listener(Callback):
+        def on_epoch_end(self, trainer, row):
+            seen.append(row.epoch)
+
+    result = Trainer(run, small_graph(), callbacks=[Listener()]).fit()
+    assert [row.epoch for row in result.history] == seen == list(range(1, 8))
+    assert [row.scores is not None for row in result.history] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    rates = [row.lr for row in result.history]
+    assert rates == pytest.approx([0.005 * (1 + math.cos(math.pi * e / 7)) for e in range(7)])
+    assert all(row.staleness.stale_reads > 0 for row in result.history)
+    assert not result.exact
+    assert result.exact_epochs == 0
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.a, self.b = pyg.GATConv(7, 6), pyg.GATConv(6, 3)
+
+    def forward(self, x, edge_index):
+        return self.b(self.a(x, edge_index).tanh(), edge_index)
+
+
+def attention_by_hand(graph, chunk_of, orders):
+    """PyG's layers on the whole graph, where the rows of other chunks are constants of a table.
+
+    The table holds the rows behind the product, which gnnpipe pushes.
+    """
+    model = Attention().double()
+    x, y = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.y).long()
+    edges = torch.from_numpy(graph.edge_index.copy()).long()
+    train = torch.from_numpy(graph.train_mask)
+    tables = [torch.zeros(len(x), 6).double(), torch.zeros(len(x), 3).double()]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for order in orders:
+        total = 0.0
+        for chunk in order:
+            mine = torch.from_numpy(chunk_of == chunk)
+            rows = x[mine]
+            for table, layer in zip(tables, (model.a, model.b), strict=True):
+                product, layer.lin = layer.lin, nn.Identity()
+                rows = product(rows)
+                table[mine] = rows.detach()
+                whole = table.clone()
+                whole[mine] = rows
+                rows, layer.lin = layer(whole, edges)[mine], product
+                rows = rows.tanh() if layer is model.a else rows
+            chosen = train[mine]
+            wrong = nn.functional.cross_entropy(rows[chosen], y[mine][chosen], reduction="sum")
+            loss = wrong / train.sum()
+            total += loss.item()
+            optimizer.zero_grad()
+            (loss * len(order)).backward()
+            optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def test_convolutions_on_blocks_keep_gradients_in_their_chunk():
+    graph = small_graph(directed=True)
+    run = quick_config(chunks=4, schedule="async", epochs=3, eval_every=2)
+    trainer = Trainer(run, graph, Attention())
+    prepared = trainer._setup()[1]
+    chunk_of = prepared.chunking.chunk_of_row()[prepared.chunking.inverse]
+    orders = [prepared.chunk_order(epoch) for epoch in range(3)]
+    losses = [row.loss for row in trainer.fit().history]
+    assert losses == pytest.approx(attention_by_hand(graph, chunk_of, orders), rel=1e-10)
+
+
+REFUSED = {
+    "--staleness paper: not used with --schedule async": {"staleness": "paper"},
+    "--exact-above 3.0: has no effect with --schedule async": {"exact_above": 3.0},
+    "--snapshot-every 2: has no effect": {"snapshot_every": 2},
+    "--steps-every 3: does not divide --chunks 8; try 1, 2, 4, 8": {"steps_every": 3},
+    "--steps-every 2: --schedule fill-drain takes one optimizer step an epoch": {
+        "steps_every": 2,
+        "schedule": "fill-drain",
+    },
+    "--weights stash: has no effect with --schedule 1f1b": {"schedule": "1f1b", "weights": "stash"},
+    "--schedule async: no effect with --plan auto": {"plan": "auto", "chunks": 1},
+    "--label-inputs 0.5: changes the features in every epoch": {"label_inputs": 0.5},
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_settings_that_contradict_are_refused(text):
+    with pytest.raises(InputError, match=text):
+        quick_config(**{"chunks": 8, "schedule": "async"} | REFUSED[text])
+
+
+def test_too_few_chunks_and_policies_that_do_not_fit_are_refused():
+    with pytest.raises(InputError, match="3 chunks are in flight, and with 2 chunks"):
+        prepared_of(stages=3, chunks=2)
+    with pytest.raises(InputError, match="--weights 2bw: a stage makes up to 2 optimizer steps"):
+        prepared_of(stages=3, chunks=6, weights="2bw")
+    assert prepared_of(stages=3, chunks=6, weights="2bw", steps_every=3).program.largest_gap == 1
+
+
+def prepared_of(stages, **settings):
+    """A run of several stages, decided in one process."""
+    config = quick_config(stages=stages, layers=stages, schedule="async", **settings)
+    return prepare(config, World.alone(), small_graph())
+
+
+def test_the_plan_of_a_file_gives_the_schedule():
+    run = quick_config(chunks=4, layers=2)
+    plan = Trainer(run, small_graph()).plan
+    told = Plan.from_json(plan.to_json().replace("fill-drain", "async"))
+    with pytest.raises(InputError, match="--staleness exact: not used with --schedule async"):
+        Trainer(quick_config(chunks=4, staleness="exact"), small_graph(), plan=told).fit()
+    with pytest.raises(InputError, match="--steps-every 3: does not divide the plan's 4 chunks"):
+        Trainer(
+            quick_config(schedule="async", chunks=3, steps_every=3), small_graph(), plan=told
+        ).fit()
+    losses = [row.loss for row in Trainer(run, small_graph(), plan=told).fit().history]
+    assert losses == [
+        row.loss
+        for row in Trainer(quick_config(chunks=4, layers=2, schedule="async"), small_graph())
+        .fit()
+        .history
+    ]
