@@ -1,8 +1,10 @@
 """Cuts a chain of ops into stages for devices of any speed, by dynamic programming.
 
-The epoch of a pipeline of K chunks takes (K - 1) x the slowest stage + the sum of all stages, so
-cuts are found in two passes: the least possible time of the slowest stage, and, of all cuts whose
-slowest stage is not much slower, those with the smallest sum of stages and messages.
+The epoch of a pipeline of K chunks takes (K - 1) x the slowest stage or message + the sum of all
+stages and messages. So cuts are found in two passes: the least possible time of the slowest one,
+and, of all cuts whose slowest one is not much slower, those with the smallest sum. Messages pass
+while stages compute. Where they take longer than the stages, many cuts are equally good; of these
+the one is taken whose slowest stage is the fastest together with its message.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ Seconds = npt.NDArray[np.float64]
 
 SLACKS = (1.0, 1.05, 1.2)
 """Allowed times of the slowest stage, relative to the least possible one."""
+
+LEAST_GAIN = 1e-3
+"""Part of the time that a cut into stages of less equal times must save."""
 
 MOST_CUTS = 256
 """More cuts are thinned out: one for each part of the work of about this size."""
@@ -46,20 +51,27 @@ def cut_chain(
     arrives = np.array([0.0, *(hops[i] for i in chosen), 0.0])
     # Equal devices have the same prefix sums.
     by_prefix = {id(prefix): _run_costs(prefix[points], arrives) for prefix in prefixes}
-    costs = [by_prefix[id(prefix)] for prefix in prefixes]
+    sums, longest = ([by_prefix[id(prefix)][i] for prefix in prefixes] for i in range(2))
     if chunks == 1:
-        limits = [np.inf]
+        found = [_cheapest(sums, sums, np.inf)]
     else:
-        least = _least_slowest(costs)
         # Sums of rounded times differ by rounding errors.
-        limits = [least * slack * (1 + 1e-9) for slack in SLACKS]
-    found = [_cheapest(costs, limit) for limit in limits]
+        found = [
+            _cheapest(sums, limited, _least_slowest(limited) * slack * (1 + 1e-9))
+            for limited in (sums, longest)
+            for slack in SLACKS
+        ]
 
     def time_s(ends: Sequence[int]) -> float:
-        times = [cost[run] for cost, run in zip(costs, pairwise(ends), strict=True)]
-        return float((chunks - 1) * max(times) + sum(times))
+        runs = list(pairwise(ends))
+        slowest_s = max(cost[run] for cost, run in zip(longest, runs, strict=True))
+        passed_s = sum(cost[run] for cost, run in zip(sums, runs, strict=True))
+        return float((chunks - 1) * slowest_s + passed_s)
 
-    best = min(found, key=time_s)
+    best = found[0]
+    for ends in found[1:]:
+        if time_s(ends) < (1 - LEAST_GAIN) * time_s(best):
+            best = ends
     return tuple((points[a], points[b]) for a, b in pairwise(best))
 
 
@@ -74,11 +86,11 @@ def _thinned(
     return [int(min(part, key=lambda i: (hops[i], prefix[cuts[i]]))) for part in parts]
 
 
-def _run_costs(ends: Seconds, arrives: Seconds) -> Seconds:
-    """Return the cost of the run between any two points, inf if it is empty."""
-    costs = ends[None, :] - ends[:, None] + arrives[:, None]
-    costs[np.tril_indices(len(ends))] = np.inf
-    return costs
+def _run_costs(ends: Seconds, arrives: Seconds) -> tuple[Seconds, Seconds]:
+    """Return the sum and the maximum of run and message between any two points; inf: no run."""
+    stage_s = ends[None, :] - ends[:, None]
+    stage_s[np.tril_indices(len(ends))] = np.inf
+    return stage_s + arrives[:, None], np.maximum(stage_s, arrives[:, None])
 
 
 def _least_slowest(costs: Sequence[Seconds]) -> float:
@@ -88,9 +100,15 @@ def _least_slowest(costs: Sequence[Seconds]) -> float:
     return float(best[-1])
 
 
-def _cheapest(costs: Sequence[Seconds], limit: float) -> list[int]:
-    """Return the points between the runs with the smallest sum, none of which exceeds ``limit``."""
-    allowed = {id(cost): np.where(cost <= limit, cost, np.inf) for cost in costs}
+def _cheapest(costs: Sequence[Seconds], limited: Sequence[Seconds], limit: float) -> list[int]:
+    """Return the points between the runs with the smallest sum of ``costs``.
+
+    No run's ``limited`` exceeds ``limit``.
+    """
+    allowed = {
+        id(cost): np.where(other <= limit, cost, np.inf)
+        for cost, other in zip(costs, limited, strict=True)
+    }
     best, previous = allowed[id(costs[0])][0], []
     for cost in costs[1:]:
         sums = best[:, None] + allowed[id(cost)]
