@@ -7,7 +7,7 @@ slowest stage is not much slower, those with the smallest sum of stages and mess
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -44,9 +44,7 @@ def cut_chain(
     chosen = _thinned(prefixes[0], cuts, hops, len(prefixes))
     points = [0, *(cuts[i] for i in chosen), len(prefixes[0]) - 1]
     arrives = np.array([0.0, *(hops[i] for i in chosen), 0.0])
-    # Equal devices have the same prefix sums.
-    by_prefix = {id(prefix): _run_costs(prefix[points], arrives) for prefix in prefixes}
-    costs = [by_prefix[id(prefix)] for prefix in prefixes]
+    costs = _for_each(prefixes, lambda prefix: _run_costs(prefix[points], arrives))
     if chunks == 1:
         limits = [np.inf]
     else:
@@ -82,21 +80,41 @@ def _run_costs(ends: Seconds, arrives: Seconds) -> Seconds:
 
 
 def _least_slowest(costs: Sequence[Seconds]) -> float:
-    best = costs[0][0]
-    for cost in costs[1:]:
-        best = np.maximum(best[:, None], cost).min(0)
+    band = _band(costs)
+    best = costs[0][0, 1 : band + 1]
+    for stage, cost in enumerate(costs[1:], 1):
+        runs = cost[stage : stage + band, stage + 1 : stage + band + 1]
+        best = np.maximum(best[:, None], runs).min(0)
     return float(best[-1])
 
 
 def _cheapest(costs: Sequence[Seconds], limit: float) -> list[int]:
     """Return the points between the runs with the smallest sum, none of which exceeds ``limit``."""
-    allowed = {id(cost): np.where(cost <= limit, cost, np.inf) for cost in costs}
-    best, previous = allowed[id(costs[0])][0], []
-    for cost in costs[1:]:
-        sums = best[:, None] + allowed[id(cost)]
+    band = _band(costs)
+    allowed = _for_each(costs, lambda cost: np.where(cost <= limit, cost, np.inf))
+    best, previous = allowed[0][0, 1 : band + 1], []
+    for stage, cost in enumerate(allowed[1:], 1):
+        runs = cost[stage : stage + band, stage + 1 : stage + band + 1]
+        sums = best[:, None] + runs
         previous.append(sums.argmin(0))
         best = sums.min(0)
+    place = band - 1
     ends = [len(costs[0]) - 1]
-    for from_point in reversed(previous):
-        ends.append(int(from_point[ends[-1]]))
+    for stage, begins in reversed(list(enumerate(previous, 1))):
+        place = int(begins[place])
+        ends.append(stage + place)
     return [0, *reversed(ends)]
+
+
+def _for_each(stages: Sequence[Seconds], make: Callable[[Seconds], Seconds]) -> list[Seconds]:
+    """Return what is made of the array of each stage; equal devices have the same array."""
+    made = {id(stage): make(stage) for stage in {id(stage): stage for stage in stages}.values()}
+    return [made[id(stage)] for stage in stages]
+
+
+def _band(costs: Sequence[Seconds]) -> int:
+    """Return the number of points at which a stage may begin: every run needs a point.
+
+    Stage s begins at points s to s + band - 1, and ends one point later at least.
+    """
+    return len(costs[0]) - len(costs)
