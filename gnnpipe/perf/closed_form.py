@@ -39,6 +39,7 @@ class ClosedForm:
         self.is_exact = is_exact or chunks == 1
         self._table = table or OpTable(workload)
         self._times = GroupTimes(self._table, chunks, self.is_exact)
+        self._evens: dict[int, Group] = {}
         self._memory = StageMemory(self._table, chunks, self.is_exact)
 
     def with_chunks(self, chunks: int, is_exact: bool = False) -> ClosedForm:
@@ -76,7 +77,9 @@ class ClosedForm:
         return self._memory.alone_bytes(ops, shards, in_flight, self._even(shards).by_columns)
 
     def _even(self, shards: int) -> Group:
-        return self._times.with_ways(Group.even(shards, self._link))
+        if shards not in self._evens:
+            self._evens[shards] = self._times.with_ways(Group.even(shards, self._link))
+        return self._evens[shards]
 
     @property
     def _link(self) -> Link | None:
