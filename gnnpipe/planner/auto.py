@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import product
 
 from gnnpipe.errors import InputError
+from gnnpipe.heap import collector_paused
 from gnnpipe.perf.closed_form import ClosedForm
 from gnnpipe.perf.group_times import Group
 from gnnpipe.perf.memory import human_bytes
@@ -47,6 +48,7 @@ EXACT_AFTER_JUMPS = 0.05
 """Assumed share of epochs that are exact because gradients jumped: 11 of 200 in docs/adr/0019."""
 
 
+@collector_paused()
 def find_plan(space: SearchSpace) -> FoundPlan:
     """Return the fastest plan that fits; ``InputError`` if none does."""
     start_s = time.process_time()
