@@ -20,7 +20,7 @@ from gnnpipe.graph.graph import Graph
 from gnnpipe.output import say
 from gnnpipe.plan import Plan
 from gnnpipe.plan.cluster import Cluster
-from gnnpipe.profiling.search import AUTO
+from gnnpipe.planner import AUTO
 from gnnpipe.run.folder import claim_folder, plain
 from gnnpipe.run.result import RunResult
 from gnnpipe.run.summary import score

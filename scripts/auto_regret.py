@@ -25,8 +25,9 @@ from gnnpipe.perf.hardware import LINKS
 from gnnpipe.plan.cluster import Cluster, Device, Link
 from gnnpipe.planner.auto import every_candidate, find_plan
 from gnnpipe.planner.candidate import MAX_CHUNKS
+from gnnpipe.planner.given_devices import Hardware
 from gnnpipe.profiling.scenario import GraphShape, model_on_shape
-from gnnpipe.profiling.search import Hardware, search_space, workload_of_shape
+from gnnpipe.profiling.search import search_space, workload_of_shape
 
 LIMIT = 0.05
 """The regret that a plan may have."""

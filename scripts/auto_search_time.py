@@ -19,8 +19,9 @@ from torch_geometric.nn import GCNConv, JumpingKnowledge
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.planner import find_plan
+from gnnpipe.planner.given_devices import Hardware
 from gnnpipe.profiling.scenario import GraphShape, model_on_shape
-from gnnpipe.profiling.search import Hardware, search_space, workload_of_shape
+from gnnpipe.profiling.search import search_space, workload_of_shape
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "auto_search_time.md"
 SHAPE = GraphShape(233_000, 114_600_000, 602, 41, halo=1.5)

@@ -26,16 +26,10 @@ from hap_states import states_section  # noqa: E402
 
 from gnnpipe.config import TrainConfig  # noqa: E402
 from gnnpipe.plan.cluster import Cluster, Device, Link  # noqa: E402
-from gnnpipe.planner.hap_pipeline import (  # noqa: E402
-    HALO_RULES,
-    Choice,
-    Choices,
-    GroupedPlan,
-    GroupPlanner,
-    best_plan,
-)
+from gnnpipe.planner.given_devices import Hardware  # noqa: E402
+from gnnpipe.planner.hap_pipeline import Choice, Choices, GroupedPlan, GroupPlanner, best_plan  # noqa: E402
 from gnnpipe.profiling.scenario import GraphShape, model_on_shape  # noqa: E402
-from gnnpipe.profiling.search import Hardware, workload_of_shape  # noqa: E402
+from gnnpipe.profiling.search import workload_of_shape  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "hap.md"
 LAYERS, HIDDEN = 32, 128
@@ -97,12 +91,12 @@ def halo(on_8: float, shards: int) -> float:
     return min(shards - 1.0, on_8 * ((shards - 1) / 7) ** 0.75)
 
 
-EV = Choices(Choice.EQUAL, Choice.EQUAL, HALO_RULES)
-CP = Choices(Choice.BY_SPEED, Choice.BY_SPEED, HALO_RULES)
+EV = Choices(Choice.EQUAL, Choice.EQUAL, by_halo=True)
+CP = Choices(Choice.BY_SPEED, Choice.BY_SPEED, by_halo=True)
 HAP = Choices()
 OFF = {
     "equal shares": replace(HAP, shares=Choice.EQUAL),
-    "halo exchanges alone": replace(HAP, rules=HALO_RULES),
+    "halo exchanges alone": replace(HAP, by_halo=True),
     "equal cuts": replace(HAP, cuts=Choice.EQUAL),
 }
 RANGES = {"graph": range(1, 2), "pipeline": range(2, LAYERS + 1)}

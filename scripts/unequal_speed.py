@@ -38,10 +38,11 @@ from gnnpipe.plan import Placement, Plan, StageDag, StagePlan  # noqa: E402
 from gnnpipe.planner import PlanRequest, Shape  # noqa: E402
 from gnnpipe.planner.auto import every_candidate  # noqa: E402
 from gnnpipe.planner.candidate import Candidate  # noqa: E402
+from gnnpipe.planner.given_devices import Hardware  # noqa: E402
 from gnnpipe.profiling.devices import measure_cluster, measure_speeds  # noqa: E402
 from gnnpipe.profiling.links import BRIEF  # noqa: E402
 from gnnpipe.profiling.profile import one_stage, take_planning_profile  # noqa: E402
-from gnnpipe.profiling.search import Hardware, search_space, workload_of_request  # noqa: E402
+from gnnpipe.profiling.search import search_space, workload_of_request  # noqa: E402
 from gnnpipe.runtime.comm.mesh import Mesh  # noqa: E402
 from gnnpipe.runtime.comm.world import World  # noqa: E402
 from gnnpipe.setup.prepare import prepare  # noqa: E402

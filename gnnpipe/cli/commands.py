@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gnnpipe.cli.parser import Parser, add_settings, config_of, number
+from gnnpipe.config import TrainConfig
 from gnnpipe.config.settings import PREDICTION_SETTINGS
 from gnnpipe.config.validation import check_verifiable
 from gnnpipe.errors import ExitCode, InputError
@@ -21,6 +22,10 @@ from gnnpipe.output import say
 from gnnpipe.tools.doctor import add_flags as add_doctor_flags
 from gnnpipe.tools.doctor import doctor
 from gnnpipe.version import __version__
+
+if TYPE_CHECKING:
+    from gnnpipe.plan.cluster import Cluster
+    from gnnpipe.planner.given_devices import Hardware
 
 DATA_SHEETS = "p100, v100, a100 or h100; nvlink3, nvlink4, 10gbe or 100gbe"
 
@@ -88,11 +93,7 @@ def _add_train_flags(parser: Parser) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     config = config_of(options)
-    cluster = None
-    if options.cluster is not None:
-        from gnnpipe.plan.cluster import Cluster
-
-        cluster = Cluster.read(options.cluster)
+    cluster = _cluster(options)
     if options.seeds is not None and options.seeds < 1:
         raise InputError(f"--seeds {options.seeds}: must be at least 1")
     if options.seeds is not None and options.resume is not None:
@@ -164,6 +165,24 @@ def _add_search_flags(parser: Parser, sheets: str) -> None:
     )
 
 
+def _hardware(config: TrainConfig, options: argparse.Namespace) -> Hardware | None:
+    """Return the devices for --plan auto, and None for another plan; also checks a plan file."""
+    from gnnpipe.planner import AUTO, planner_named
+    from gnnpipe.planner.given_devices import hardware_of
+
+    planner_named(config.plan)
+    if config.plan != AUTO:
+        return None
+    return hardware_of(config, options.hardware, _cluster(options), options.devices)
+
+
+def _cluster(options: argparse.Namespace) -> Cluster | None:
+    """Return the cluster in the file of --cluster, or None without the flag."""
+    from gnnpipe.plan.cluster import Cluster
+
+    return None if options.cluster is None else Cluster.read(options.cluster)
+
+
 def _add_info_flags(parser: Parser) -> None:
     parser.add_argument("--list", action="store_true", help="list the built-in datasets and exit")
     _add_search_flags(parser, "for --plan auto: data sheets of the devices")
@@ -176,18 +195,13 @@ def _info(options: argparse.Namespace) -> int:
 
         print("\n".join(dataset_names()))
         return ExitCode.DONE
-    from gnnpipe.plan.cluster import Cluster
-    from gnnpipe.profiling.search import AUTO, hardware_of
-    from gnnpipe.run.info import info
-
+    hardware = _hardware(config, options)
     given = {f"--{name}": getattr(options, name) for name in ("hardware", "cluster", "devices")}
-    hardware = None
-    if config.plan == AUTO:
-        cluster = None if options.cluster is None else Cluster.read(options.cluster)
-        hardware = hardware_of(config, options.hardware, cluster, options.devices)
-    elif any(value is not None for value in given.values()):
+    if hardware is None and any(value is not None for value in given.values()):
         name, value = next((k, v) for k, v in given.items() if v is not None)
         raise InputError(f"{name} {value}: `gnnpipe info` uses it for --plan auto; leave it out")
+    from gnnpipe.run.info import info
+
     print(info(config, hardware=hardware))
     return ExitCode.DONE
 
@@ -214,7 +228,6 @@ def _profile(options: argparse.Namespace) -> int:
             f"--save-cluster {options.save_cluster!r}: --hardware {options.hardware} measures "
             "nothing; leave one out"
         )
-    from gnnpipe.files import NewFile
     from gnnpipe.profiling.profile import profile, profile_and_cluster
     from gnnpipe.runtime.comm.launch import launched_world_size
     from gnnpipe.runtime.comm.world import World
@@ -259,17 +272,21 @@ def _simulate(options: argparse.Namespace) -> int:
             f"--dataset {options.dataset}: goes with no --shape, which stands for a graph; leave "
             "one out"
         )
-    from gnnpipe.files import NewFile
-    from gnnpipe.plan.cluster import Cluster
+    file = NewFile("--json", options.json, "simulated.json")
+    # Before torch is loaded.
+    cluster = _cluster(options)
+    if _hardware(config, options) is None:
+        from gnnpipe.planner.given_devices import profile_or_sheets
+
+        profile_or_sheets(config, options.hardware)
     from gnnpipe.profiling.scenario import GraphShape
     from gnnpipe.profiling.simulate import simulate
 
-    file = NewFile("--json", options.json, "simulated.json")
     found = simulate(
         config,
         hardware=options.hardware,
         shape=None if options.shape is None else GraphShape.parse(options.shape),
-        cluster=None if options.cluster is None else Cluster.read(options.cluster),
+        cluster=cluster,
         devices=options.devices,
     )
     print(found, flush=True)

@@ -234,9 +234,9 @@ class Settings:
     )
     row_way: str = _shape(
         "halo",
-        "how rows of neighbours travel among shards: halo (exactly the rows that other shards "
-        "read), gather (all rows) or columns (each shard gets some columns of all rows, and the "
-        "whole matrix; for layers with fixed edge weights, without stale rows)",
+        "how rows of neighbours travel among two or more shards: halo (exactly the rows that other "
+        "shards read), gather (all rows) or columns (each shard gets some columns of all rows, and "
+        "the whole matrix; for layers with fixed edge weights, without stale rows)",
         choices=("halo", "gather", "columns"),
     )
     partitioner: str = _shape(

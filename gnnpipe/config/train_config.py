@@ -7,7 +7,6 @@ flag (``--layers 16``). What depends on the graph or the device is checked durin
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -19,8 +18,8 @@ import tomli_w
 from gnnpipe.config.fields import check_range, coerce
 from gnnpipe.config.settings import Settings
 from gnnpipe.config.validation import check_combinations, parse_split
+from gnnpipe.documents import document_text, parse_toml
 from gnnpipe.errors import InputError
-from gnnpipe.files import read_text
 from gnnpipe.registry import nearest
 
 
@@ -62,16 +61,8 @@ class TrainConfig(Settings):
     def read_toml(cls, path: str | Path) -> dict[str, Any]:
         """Return the values in a TOML file by field name; the values are not checked yet."""
         source = f"--config {str(path)!r}"
-        try:
-            text = read_text(path)
-        except (OSError, ValueError) as error:
-            raise InputError(f"{source}: cannot be read ({error}); give a TOML file") from None
-        try:
-            values = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:  # ValueError: also for numbers of many digits
-            raise InputError(
-                f"{source}: not valid TOML ({error}); try lines like layers = 4"
-            ) from None
+        text = document_text(path, source, "give a TOML file")
+        values = parse_toml(text, source, "try lines like layers = 4")
         return cls._field_names(values, source)
 
     def to_dict(self) -> dict[str, Any]:

@@ -208,3 +208,8 @@ def _check_plan(config: Settings) -> None:
             f"{', '.join(given)}: no effect with --plan {config.plan!r}, whose file gives the "
             "shape; leave one of the two out"
         )
+    if config.row_way != "halo" and config.shards == 1:
+        raise InputError(
+            f"--row-way {config.row_way}: with --shards 1 no rows travel among shards; try "
+            "--shards 2, or --row-way halo"
+        )

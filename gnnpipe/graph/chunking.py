@@ -207,7 +207,7 @@ def make_chunking(
     """
     partition = PARTITIONERS[partitioner]
     n = graph.num_vertices
-    _check_counts(n, chunks, shards)
+    check_counts(n, chunks, shards)
     order = resolve_order(order, partitioner, n)
     shares = shares or ShardShares((1 / shards,) * shards)
     request = _Request(chunks, shards, seed, order, _unequal(shares.shares, shards), shares.levels)
@@ -280,7 +280,8 @@ def _recalled(folder: Path, key: str, shape: tuple[int, int, int]) -> Chunking |
     return kept if (kept.num_vertices, kept.chunks, kept.shards) == shape else None
 
 
-def _check_counts(n: int, chunks: int, shards: int) -> None:
+def check_counts(n: int, chunks: int, shards: int) -> None:
+    """``InputError`` if n vertices are too few for K chunks of G shards."""
     for name, value in (("chunks", chunks), ("shards", shards)):
         if value < 1:
             raise InputError(f"--{name} {value}: must be at least 1")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch.optim import Optimizer, lr_scheduler
 
@@ -65,11 +66,40 @@ class LearningRate:
         else:
             self._early, self._late = None, _made(self._factory, self._optimizer)
         self._epoch = 0
+        for metric in metrics:
+            self._step_unwatched(metric)
+
+    def _step_unwatched(self, metric: float | None) -> None:
+        """Step without torch's warning that the optimizer has not stepped before."""
         with warnings.catch_warnings():
-            # torch warns if a schedule steps before the optimizer has stepped.
             warnings.filterwarnings("ignore", message="Detected call of .lr_scheduler.step")
-            for metric in metrics:
-                self.step(metric)
+            self.step(metric)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    @property
+    def _schedulers(self) -> list[Scheduler]:
+        return [one for one in (self._early, self._late) if one is not None]
+
+    def coming(self, epochs: int) -> list[list[float]]:
+        """Return the learning rates [epoch][group] of the next ``epochs`` epochs.
+
+        The validation metric is taken not to change them; between two evaluations it cannot.
+        """
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self._groups]
+        states = [copy.deepcopy(one.state_dict()) for one in self._schedulers]
+        epoch, found = self._epoch, []
+        for _ in range(epochs):
+            found.append([float(group["lr"]) for group in self._groups])
+            self._step_unwatched(None)
+        for group, before in zip(self._groups, groups, strict=True):
+            group.update(before)
+        for scheduler, state in zip(self._schedulers, states, strict=True):
+            scheduler.load_state_dict(state)
+        self._epoch = epoch
+        return found
 
     def step(self, metric: float | None) -> None:
         """End an epoch; ``metric``: the validation metric, if it was evaluated."""

@@ -89,8 +89,12 @@ class ClosedForm:
     # Stages of given devices.
 
     def bytes_by_share(self, dag: StageDag, stage: int) -> Mapping[float, int]:
-        """Return the memory of a rank of a plan's stage, by the rank's share."""
+        """Return the memory of the ranks of a plan's stage, by their share."""
         return self._memory.bytes_by_share(dag, stage)
+
+    def shard_bytes(self, dag: StageDag, stage: int, share: float) -> int:
+        """Return the memory of a rank of a plan's stage, if the rank had this share."""
+        return self._memory.shard_bytes(dag, stage, share)
 
     def group(self, stage: StagePlan, by_columns: Collection[int] = ()) -> Group:
         """Return the devices of a stage; ranks are devices of the cluster.

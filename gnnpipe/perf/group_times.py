@@ -13,10 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, ROW_EXCHANGES, SHARD_SUMS
-from gnnpipe.errors import InputError
 from gnnpipe.perf.op_table import Floats, OpTable, prefix_sums
 from gnnpipe.perf.parts import column_work
-from gnnpipe.perf.profile import LinkTimes
 from gnnpipe.perf.workload import STALE_SHARE
 from gnnpipe.plan import StagePlan
 from gnnpipe.plan.cluster import Cluster, Link
@@ -185,12 +183,7 @@ class GroupTimes:
         """Return latency and bandwidth of a link of the cluster, or of the profile's ``name``."""
         if link is not None:
             return link.latency_s, link.bandwidth_bytes_per_s
-        found: LinkTimes | None = getattr(self.workload.profile, name)
-        if found is None:
-            raise InputError(
-                f"--profile: {name}: was not measured; take the profile with torchrun "
-                "--nproc-per-node 2 -m gnnpipe profile and the same settings"
-            )
+        found = self.workload.profile.link(name)
         return found.latency_s, found.bandwidth_bytes_per_s
 
     def begin(self, group: Group) -> Floats:

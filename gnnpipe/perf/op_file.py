@@ -16,21 +16,19 @@ numbers are float32 numbers per row.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES
+from gnnpipe.documents import document_text, parse_json, read_dataclass
 from gnnpipe.errors import InputError
-from gnnpipe.files import read_text
 from gnnpipe.perf.parts import ChunkSizes, Counts, PlanSizes
-from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes, Profile, read_dataclass
+from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes, Profile
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.simulate import Timeline, simulate
 from gnnpipe.perf.unroll import program_tasks
@@ -86,19 +84,12 @@ class OpFile:
     @classmethod
     def read(cls, path: str) -> OpFile:
         """Read a file; ``InputError`` if this fails."""
-        try:
-            text = read_text(Path(path))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path!r}: cannot be read ({error}); give a JSON file") from None
-        return cls.from_json(text, path)
+        return cls.from_json(document_text(path, repr(path), "give a JSON file"), path)
 
     @classmethod
     def from_json(cls, text: str, source: str = "ops") -> OpFile:
         """Read the text of a file; ``InputError`` names what is wrong."""
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{source}: not JSON ({error}); see gnnpipe.perf.op_file") from None
+        data = parse_json(text, None, source, "see gnnpipe.perf.op_file")
         found = read_dataclass(cls, data, source)
         _check(found, source)
         return found

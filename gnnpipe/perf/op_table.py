@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gnnpipe.errors import InputError
 from gnnpipe.perf.profile import OpTimes
 from gnnpipe.perf.volume import fit_numbers
 from gnnpipe.perf.workload import Workload
@@ -153,16 +152,14 @@ class OpTable:
         return self._steps[key]
 
     def _step_costs(self, precomputed: Collection[str], recompute: bool) -> StepCosts:
-        work, known = self.workload, self.compute.ops
-        loss = work.loss_rows
+        work, loss = self.workload, self.workload.loss_rows
         found: dict[tuple[object, ...], tuple[float, ...]] = {}
         columns = []
         for op, kind in zip(self.ops, work.kinds, strict=True):
             key = kind, op.vertex_type, op.pushed_type, op.name in loss.ops, op.name in precomputed
             if key not in found:
-                if kind not in known:
-                    raise InputError(f"--profile: has no {work.model.unit} like {op.name} ({kind})")
-                times = known[kind].recomputing(op.is_linear) if recompute else known[kind]
+                times = self.compute.times_of(op, kind, work.model.unit)
+                times = times.recomputing(op.is_linear) if recompute else times
                 found[key] = self._kind_costs(op, times, op.name in precomputed)
             columns.append(found[key])
         return StepCosts(*np.array(columns).T)

@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import json
 import re
-import types
-import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass, fields, replace
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
+from gnnpipe.documents import document_text, named, parse_json, read_dataclass
 from gnnpipe.errors import InputError
 from gnnpipe.plan import Op
 
-T = TypeVar("T")
-
 VERSION = 7
 SOURCES = ("measured", "by hand")
-MAX_NUMBER = 1e30
-"""Largest number in a profile; sums and products with counts of rows stay finite."""
+
+MOST_FIT_ERROR, MOST_WAITING = 0.25, 0.1
+"""Largest error of a fit, and share of time waited for a core, without a warning."""
+
+SHOWN_KINDS = 4
+"""Kinds of ops that an error lists at most."""
+
+_HINT = "make one with `gnnpipe profile --save`"
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,23 @@ class ComputeTimes:
     boundary_per_number_s: float
     """Reading a number of a boundary row for another shard, or adding a number that arrived."""
 
+    def times_of(self, op: Op, kind: str, unit: str) -> OpTimes:
+        """Return the times of an op of this kind; ``InputError`` if the profile has no such op.
+
+        ``unit``: the word for an op of the model.
+        """
+        if kind in self.ops:
+            return self.ops[kind]
+        advice = (
+            "take one with the dataset and the model flags of the run (--model, --hidden, "
+            "--heads), and with --layers 3 at least"
+        )
+        if unit == "op":
+            advice = "leave --profile out: a run of your own model then measures a short profile"
+        raise InputError(
+            f"profile: has no {unit} like {op.name} ({kind}), {_nearest(kind, self.ops)}; {advice}"
+        )
+
     def scaled(self, factor: float, ranks: int) -> ComputeTimes:
         """Return ``factor`` times these times, for another number of ranks."""
         names = [f.name for f in fields(OpTimes) if f.name != "relative_error"]
@@ -164,22 +183,38 @@ class Profile:
     """Sum over shards, likewise."""
     collectives: Collectives = DEFAULT_COLLECTIVES
     """The row exchange and the sum that were measured."""
+    waiting_share: float = 0.0
+    """Share of the measured time in which a rank waited for a core, of the rank that waited most;
+    0 on a GPU, of ranks that share cores, and by hand."""
 
     def __post_init__(self) -> None:
         counts = [times.ranks for times in self.compute]
         if self.source not in SOURCES:
-            raise InputError(f"profile: source {self.source!r}; one of {', '.join(SOURCES)}")
+            raise InputError(f"profile: source {self.source!r}: must be {' or '.join(SOURCES)}")
         if not counts or min(counts) < 1 or counts != sorted(set(counts)):
-            raise InputError(f"profile: compute.ranks {counts}; must ascend from at least 1")
+            raise InputError(f"profile: compute: ranks {counts}: must ascend from at least 1")
         for name in ("message", "exchange", "shard_sum"):
             link: LinkTimes | None = getattr(self, name)
             # So that times stay finite.
             if link is not None and link.bandwidth_bytes_per_s < 0.1:
-                raise InputError(f"profile: {name}.bandwidth_bytes_per_s: must be at least 0.1")
+                raise InputError(
+                    f"profile: {name}: bandwidth_bytes_per_s {link.bandwidth_bytes_per_s:g}: must "
+                    "be at least 0.1; give null if there is no such link"
+                )
 
     def compute_of(self, ranks: int) -> ComputeTimes:
         """Return the times that were measured with the nearest number of ranks."""
         return min(self.compute, key=lambda times: (abs(times.ranks - ranks), times.ranks))
+
+    def link(self, name: str) -> LinkTimes:
+        """Return 'message', 'exchange' or 'shard_sum'; ``InputError`` if it was not measured."""
+        found: LinkTimes | None = getattr(self, name)
+        if found is None:
+            raise InputError(
+                f"profile: {name}: was not measured; take the profile with torchrun "
+                "--nproc-per-node 2 -m gnnpipe profile and the same settings"
+            )
+        return found
 
     def to_json(self) -> str:
         """Return the profile as JSON with a format version."""
@@ -215,24 +250,52 @@ class Profile:
                 )
         if self.message is None:
             yield "links: not measured with a single rank; use torchrun --nproc-per-node 2"
+        if doubts := self.doubts():
+            yield f"warning: {doubts}; measure again on an idle machine, or with a larger graph"
+
+    def doubts(self) -> str:
+        """Return why the times may be wrong, by the fits and the waits for a core; '' if sound."""
+        errors = {kind: op.relative_error for t in self.compute for kind, op in t.ops.items()}
+        worst = max(errors, key=errors.__getitem__, default="")
+        found = []
+        if errors and errors[worst] > MOST_FIT_ERROR:
+            found.append(f"the fit of {worst} is off by {errors[worst]:.0%}")
+        if self.waiting_share > MOST_WAITING:
+            found.append(
+                f"the machine was busy: a rank waited for a core for {self.waiting_share:.0%} of "
+                "the time"
+            )
+        return " and ".join(found)
+
+    @classmethod
+    def read(cls, path: str) -> Profile:
+        """Read a file, written by ``gnnpipe profile`` or by hand; ``InputError`` if this fails."""
+        source = f"--profile {path!r}"
+        return cls.from_json(document_text(path, source, _HINT), source)
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:
-        """Read a profile from the text of ``to_json``; ``InputError`` names the wrong field."""
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise InputError(
-                f"{source}: not JSON ({error}); make one with `gnnpipe profile --save`"
-            ) from None
-        if not isinstance(data, dict) or "version" not in data:
-            raise InputError(f"{source}: not a profile; make one with `gnnpipe profile --save`")
-        if data.pop("version") != VERSION:
-            raise InputError(
-                f"{source}: version: written by another gnnpipe, expected {VERSION}; make one with "
-                "`gnnpipe profile --save`"
-            )
-        return read_dataclass(cls, data, source)
+        """Read a profile from the text of ``to_json``; ``InputError`` names the wrong field.
+
+        ``source``: the file, with its flag.
+        """
+        data = parse_json(text, VERSION, source, _HINT)
+        with named("profile", source):
+            return read_dataclass(cls, data, source)
+
+
+def _nearest(kind: str, known: Collection[str]) -> str:
+    """Return the differences of ``kind`` to the most similar known kind of op, as text."""
+    wanted = kind.split(", ")
+
+    def differences(other: str) -> int:
+        return len(set(wanted).symmetric_difference(other.split(", ")))
+
+    found = min(known, key=differences, default="")
+    if found.split(", ")[0] != wanted[0]:
+        return f"only {'; '.join([*known][:SHOWN_KINDS]) or 'none'}"
+    different = [part for part in found.split(", ") if part not in wanted]
+    return f"but one with {', '.join(different) or 'less'}"
 
 
 def op_kind(op: Op) -> str:
@@ -255,57 +318,3 @@ def op_kind(op: Op) -> str:
     if op.reads_features:
         parts.append(f"{op.flops_per_feature} a feature")
     return ", ".join(parts)
-
-
-def read_dataclass(kind: type[T], data: Any, where: str) -> T:
-    """Return JSON ``data`` as a dataclass; ``InputError`` names the field that is missing or wrong.
-
-    Types of fields: str, bool; int and float from 0 to ``MAX_NUMBER``; dataclasses; tuples and
-    mappings (with str keys) of these types; and any of these types or None.
-    """
-    if not isinstance(data, dict):
-        raise InputError(f"{where}: must be an object, not {_short(data)}")
-    hints = typing.get_type_hints(kind)
-    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
-    missing = [name for name in names if name not in data]
-    unknown = [name for name in data if name not in names]
-    if missing or unknown:
-        what, name = ("is missing", missing[0]) if missing else ("is no field", unknown[0])
-        raise InputError(f"{where}: {name!r} {what}; the fields are {', '.join(names)}")
-    return kind(**{name: _read(hints[name], data[name], f"{where}: {name}") for name in names})
-
-
-def _read(hint: Any, value: Any, where: str) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:
-        if value is None:
-            return None
-        hint = next(a for a in arguments if a is not types.NoneType)
-        return _read(hint, value, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise InputError(f"{where}: must be a list, not {_short(value)}")
-        return tuple(_read(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    if origin is Mapping:
-        if not isinstance(value, dict):
-            raise InputError(f"{where}: must be an object, not {_short(value)}")
-        return {k: _read(arguments[1], v, f"{where}[{k!r}]") for k, v in value.items()}
-    if is_dataclass(hint):
-        return read_dataclass(typing.cast(type, hint), value, where)
-    if hint is float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # NaN compares as false.
-        if not is_number or not 0 <= value <= MAX_NUMBER:
-            raise InputError(
-                f"{where}: must be a number from 0 to {MAX_NUMBER:g}, not {_short(value)}"
-            )
-        return float(value)
-    if type(value) is not hint or (hint is int and value < 0):
-        names = {int: "a whole number of at least 0", str: "text", bool: "true or false"}
-        raise InputError(f"{where}: must be {names[hint]}, not {_short(value)}")
-    return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from enum import Enum, auto
 from functools import cached_property
@@ -23,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gnnpipe.collectives import LinkUse
-from gnnpipe.errors import InputError
 from gnnpipe.perf.parts import Part, PlanSizes, Side, column_work, step_parts
-from gnnpipe.perf.profile import Affine, LinkTimes, OpTimes, Profile, op_kind
+from gnnpipe.perf.profile import Affine, OpTimes, Profile, op_kind
 from gnnpipe.perf.simulate import TaskKind
 from gnnpipe.perf.volume import ColumnNumbers, fit_numbers
 from gnnpipe.plan import (
@@ -114,10 +113,10 @@ class ProfiledCosts:
             self._transfers[transfer.source, transfer.target].append(transfer)
         if cluster is None:
             if plan.num_stages > 1:
-                self._link("message")
+                self._profile.link("message")
             if plan.most_shards > 1:
-                self._link("exchange")
-                self._link("shard_sum")
+                self._profile.link("exchange")
+                self._profile.link("shard_sum")
 
     def with_speeds(self, speeds: Sequence[float]) -> ProfiledCosts:
         """Return the same costs for devices of these speeds by rank; empty: as they are."""
@@ -126,33 +125,11 @@ class ProfiledCosts:
         return found
 
     def _times_of(self, op: Op, is_recomputed: bool) -> OpTimes:
-        kind, known = op_kind(op), self._compute.ops
-        if kind not in known:
-            advice = (
-                "take one with the dataset and the model flags of the run (--model, --hidden, "
-                "--heads), and with --layers 3 at least"
-            )
-            if self.model.unit == "op":
-                advice = (
-                    "leave --profile out: a run of your own model then measures a short profile"
-                )
-            raise InputError(
-                f"--profile: has no {self.model.unit} like {op.name} ({kind}), "
-                f"{_nearest(kind, known)}; {advice}"
-            )
+        times = self._compute.times_of(op, op_kind(op), self.model.unit)
         # A profile that was taken with --recompute has the times of recomputation in it.
         if is_recomputed and not self._profile.recompute:
-            return known[kind].recomputing(op.is_linear)
-        return known[kind]
-
-    def _link(self, name: str) -> LinkTimes:
-        found: LinkTimes | None = getattr(self._profile, name)
-        if found is None:
-            raise InputError(
-                f"--profile: {name}: was not measured; take the profile with torchrun "
-                "--nproc-per-node 2 -m gnnpipe profile and the same settings"
-            )
-        return found
+            return times.recomputing(op.is_linear)
+        return times
 
     def _slowdown(self, stage: int, shard: int) -> float:
         """Return the factor on the compute times of a rank."""
@@ -208,13 +185,13 @@ class ProfiledCosts:
         for ends in self._transfers:
             source, target = ends if way == Direction.FORWARD else ends[::-1]
             if (target, first_step) == (stage, step) or (source, last_step) == (stage, step):
-                busy = self._link("message").busy
+                busy = self._profile.link("message").busy
                 # A message has a part for each pair of shards with common rows.
                 for pair, size_bytes in self._bytes_between(*ends).items():
                     shard = pair[ends.index(stage)]
                     total[shard] += busy.base_s + busy.per_row_s * size_bytes
         if shards > 1 and step < last and self.has_exchange(way, stage, step):
-            busy = self._link("exchange").busy
+            busy = self._profile.link("exchange").busy
             total += busy.base_s * (shards - 1)
             total += busy.per_row_s * self._exchanged_bytes(way, stage, step)
         if shards > 1 and self.plan.ways:
@@ -232,7 +209,7 @@ class ProfiledCosts:
         if way == Direction.BACKWARD:
             moves = [(step - 1, ColumnMove.READ_TO_COLUMNS)]
             moves += [(step, ColumnMove.PUSHED_TO_ROWS)] * (step < last)
-        busy, total = self._link("exchange").busy, np.zeros((shards, self.plan.chunks))
+        busy, total = self._profile.link("exchange").busy, np.zeros((shards, self.plan.chunks))
         for pushing, move in moves:
             if self.has_columns(stage, pushing):
                 total += busy.base_s * (shards - 1)
@@ -478,7 +455,7 @@ class ProfiledCosts:
         if self._cluster is not None:
             link = self._cluster.between(source, target)
             return link.latency_s + size_bytes / link.bandwidth_bytes_per_s
-        return self._link("message").time_s(size_bytes)
+        return self._profile.link("message").time_s(size_bytes)
 
     def exchange_s(self, stage: int, sizes_bytes: Sequence[int]) -> float:
         """Return the time of an exchange among the shards on idle links, once all are ready.
@@ -514,7 +491,9 @@ class ProfiledCosts:
         """
         cluster = self._cluster
         if cluster is None:
-            link = self._link(measured or ("message" if self._profile.message else "exchange"))
+            link = self._profile.link(
+                measured or ("message" if self._profile.message else "exchange")
+            )
             return link.time_s(use.sent_bytes, use.messages)
         pairs = combinations(self.plan.stages[stage].ranks, 2)
         links = [cluster.between(*pair) for pair in pairs] if cluster.pairs else [cluster.link]
@@ -532,7 +511,7 @@ class ProfiledCosts:
             links = [self._cluster.link, *self._cluster.pairs.values()]
             latency_s = max(link.latency_s for link in links)
         else:
-            latency_s = (self._profile.message or self._link("exchange")).latency_s
+            latency_s = (self._profile.message or self._profile.link("exchange")).latency_s
         return 2 * math.ceil(math.log2(self.plan.num_ranks)) * latency_s
 
     def link(self, source: int, target: int) -> str:
@@ -551,17 +530,3 @@ class ProfiledCosts:
 
     def _stage_times(self, stage: int) -> list[tuple[Op, OpTimes]]:
         return [(self.model.ops[i], self._ops[i]) for i in self.plan.stages[stage].ops]
-
-
-def _nearest(kind: str, known: Collection[str]) -> str:
-    """Return the differences of ``kind`` to the most similar known kind of op, as text."""
-    wanted = kind.split(", ")
-
-    def differences(other: str) -> int:
-        return len(set(wanted).symmetric_difference(other.split(", ")))
-
-    found = min(known, key=differences, default="")
-    if found.split(", ")[0] != wanted[0]:
-        return f"only {'; '.join(known)}"
-    different = [part for part in found.split(", ") if part not in wanted]
-    return f"but one with {', '.join(different) or 'less'}"

@@ -26,15 +26,16 @@ class StageMemory:
         self._found: dict[Key, MemoryEstimate] = {}
 
     def bytes_by_share(self, dag: StageDag, stage: int) -> dict[float, int]:
-        """Return the memory of a rank of a stage that holds all chunks, by the rank's share."""
-        alike, shares = self._key(dag, stage), dag.plan.stages[stage].shares
-        found = {}
-        for share in dict.fromkeys(shares):
-            key = *alike, len(shares), share
-            if key not in self._found:
-                self._found[key] = self._estimate(dag, stage, share)
-            found[share] = self._found[key].on_device
-        return found
+        """Return the memory of the ranks of a stage that holds all chunks, by their share."""
+        shares = dict.fromkeys(dag.plan.stages[stage].shares)
+        return {share: self.shard_bytes(dag, stage, share) for share in shares}
+
+    def shard_bytes(self, dag: StageDag, stage: int, share: float) -> int:
+        """Return the memory of a rank of a stage, if the rank had this share."""
+        key = *self._key(dag, stage), dag.plan.stages[stage].shards, share
+        if key not in self._found:
+            self._found[key] = self._estimate(dag, stage, share)
+        return self._found[key].on_device
 
     def alone_bytes(
         self, ops: Sequence[int], shards: int, in_flight: int, by_columns: Collection[int]

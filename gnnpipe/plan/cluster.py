@@ -19,18 +19,17 @@ latency_s = 10e-6
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import groupby
-from pathlib import Path
-from typing import Any
 
+from gnnpipe.documents import document_text, named, parse_toml, read_dataclass, shown
 from gnnpipe.errors import InputError
-from gnnpipe.files import read_text
+
+_HINT = "give a TOML file as in docs/how-to/predict-epoch-time.md"
 
 MOST_DEVICES = 100_000
-"""A larger count is rejected as a typing error."""
+"""A larger number is rejected as a typing error."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,16 @@ class Cluster:
     link: Link
     pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     """Links that differ from ``link``, by their two ranks, the lower first."""
+    source: str = field(default="cluster", compare=False)
+    """The file, with its flag, for messages."""
 
     def __post_init__(self) -> None:
         if not self.devices:
-            raise InputError("cluster: devices: the list is empty; give at least one [[devices]]")
+            raise InputError("cluster: devices []: is empty; give at least one [[devices]]")
         for low, high in self.pairs:
             if not 0 <= low < high < len(self.devices):
                 raise InputError(
-                    f"cluster: pairs.ranks [{low}, {high}]: give two ranks below "
+                    f"cluster: pairs: ranks [{low}, {high}]: give two ranks below "
                     f"{len(self.devices)}, the lower first"
                 )
 
@@ -97,90 +98,70 @@ class Cluster:
     def read(cls, path: str) -> Cluster:
         """Read a cluster file; ``InputError`` names the file, the wrong field and its value."""
         source = f"--cluster {path!r}"
-        try:
-            values = tomllib.loads(read_text(Path(path)))
-        except OSError as error:
-            raise InputError(f"{source}: cannot be read ({error}); give a TOML file") from None
-        except (ValueError, RecursionError) as error:
-            raise InputError(
-                f"{source}: not valid TOML ({error}); see docs/how-to/predict-epoch-time.md"
-            ) from None
-        try:
-            return cls._from(values)
-        except InputError as error:
-            raise InputError(f"{source}: {str(error).removeprefix('cluster: ')}") from None
-
-    @classmethod
-    def _from(cls, values: dict[str, Any]) -> Cluster:
-        groups = values.get("devices")
-        # A single device needs no link.
-        is_single = (
-            isinstance(groups, list)
-            and len(groups) == 1
-            and isinstance(groups[0], dict)
-            and groups[0].get("count", 1) == 1
-        )
-        needed = {"devices"} if is_single else {"devices", "link"}
-        _check_fields(values, "the file", needed, {"link", "pairs"} - needed)
-        devices: list[Device] = []
-        for group in _tables(values["devices"], "devices"):
-            _check_fields(group, "devices", {"speed", "memory_bytes"}, {"count"})
-            count = _whole(group.get("count", 1), "devices: count")
-            if not 1 <= count <= MOST_DEVICES - len(devices):
-                raise InputError(f"devices: count {count}: give 1 to {MOST_DEVICES:,} in all")
-            memory = _whole(group["memory_bytes"], "devices: memory_bytes")
-            devices += [Device(_number(group["speed"], "devices: speed"), memory)] * count
-        pairs = {}
-        for group in _tables(values.get("pairs", []), "pairs"):
-            link, ranks = _link(group, "pairs", {"ranks"}), group["ranks"]
-            if not isinstance(ranks, list) or len(ranks) != 2:
-                raise InputError(f"pairs: ranks {ranks!r}: give two ranks, like [0, 1]")
-            low, high = sorted(_whole(rank, "pairs: ranks") for rank in ranks)
-            pairs[low, high] = link
-        if "link" not in values:
-            return cls(tuple(devices), NO_LINK, pairs)
-        if not isinstance(values["link"], dict):
-            raise InputError("link: is not a table; write [link] and its fields below")
-        return cls(tuple(devices), _link(values["link"], "link", set()), pairs)
+        values = parse_toml(document_text(path, source, _HINT), source, _HINT)
+        with named("cluster", source):
+            file = read_dataclass(_File, values, "cluster")
+            devices = file.members()
+            if len(devices) > 1 and file.link is None:
+                raise InputError(
+                    "cluster: link is missing; below [link], give bandwidth_bytes_per_s and "
+                    "latency_s between any two devices"
+                )
+            return cls(devices, file.link or NO_LINK, file.links(), source)
 
 
 def _link_lines(link: Link) -> list[str]:
     return [f"{f.name} = {getattr(link, f.name)!r}" for f in fields(Link)]
 
 
-def _link(values: dict[str, Any], where: str, others: set[str]) -> Link:
-    """Return the link of a table, which also has the fields ``others``."""
-    names = [f.name for f in fields(Link)]
-    _check_fields(values, where, {*names, *others}, set())
-    return Link(*(_number(values[name], f"{where}: {name}") for name in names))
+@dataclass(frozen=True)
+class _Devices:
+    """A table of the file: equal devices."""
+
+    speed: float
+    memory_bytes: int
+    count: int = 1
 
 
-def _tables(value: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise InputError(f"{where}: is not a list of tables; write [[{where}]] before each")
-    return value
+@dataclass(frozen=True)
+class _Pair:
+    """A table of the file: the link between two ranks."""
+
+    ranks: tuple[int, ...]
+    bandwidth_bytes_per_s: float
+    latency_s: float
 
 
-def _check_fields(values: dict[str, Any], where: str, needed: set[str], optional: set[str]) -> None:
-    known = ", ".join(sorted(needed | optional))
-    for name in sorted(needed - values.keys()):
-        raise InputError(f"{where}: {name} is missing; the fields are {known}")
-    for name in sorted(values.keys() - needed - optional):
-        raise InputError(f"{where}: {name[:40]!r} is not a field; the fields are {known}")
+@dataclass(frozen=True)
+class _File:
+    """The content of a cluster file."""
 
+    devices: tuple[_Devices, ...]
+    link: Link | None = None
+    pairs: tuple[_Pair, ...] = ()
 
-def _number(value: Any, where: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e300:
-        raise InputError(f"{where} {str(value)[:40]!r}: give a number, like 1.0")
-    return float(value)
+    def members(self) -> tuple[Device, ...]:
+        """Return the devices by rank."""
+        found: list[Device] = []
+        for i, group in enumerate(self.devices):
+            with named("cluster: devices", f"cluster: devices[{i}]"):
+                _check("devices", "count", group.count, 1, MOST_DEVICES)
+                found += [Device(group.speed, group.memory_bytes)] * group.count
+            if len(found) > MOST_DEVICES:
+                raise InputError(f"cluster: devices: must be at most {MOST_DEVICES:,} in all")
+        return tuple(found)
 
-
-def _whole(value: Any, where: str) -> int:
-    # TOML reads 80e9 as a float.
-    is_whole = type(value) is int or (type(value) is float and value.is_integer())
-    if not is_whole or abs(value) > 10**18:
-        raise InputError(f"{where} {str(value)[:40]!r}: give a whole number")
-    return int(value)
+    def links(self) -> dict[tuple[int, int], Link]:
+        """Return the links by their two ranks."""
+        found: dict[tuple[int, int], Link] = {}
+        for i, pair in enumerate(self.pairs):
+            where, ranks = f"cluster: pairs[{i}]", sorted(pair.ranks)
+            if len(ranks) != 2 or tuple(ranks) in found:
+                fault = "were given before" if len(ranks) == 2 else "are not two, like [0, 1]"
+                raise InputError(f"{where}: ranks {shown(ranks)}: {fault}; give each pair once")
+            with named("cluster: link", where):
+                found[ranks[0], ranks[1]] = Link(pair.bandwidth_bytes_per_s, pair.latency_s)
+        return found
 
 
 def _check(where: str, name: str, value: float, least: float, most: float = 1e30) -> None:

@@ -11,14 +11,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
+from gnnpipe.documents import named, parse_json, read_dataclass, shown
 from gnnpipe.errors import InputError
 from gnnpipe.plan.row_ways import RowWay
 from gnnpipe.plan.shard_split import ShardSplit
 
 VERSION = 6
+
+_HINT = "take the plan.json of a run, or see docs/how-to/write-a-plan.md"
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,13 @@ class Plan:
     """By op, how the rows of its aggregation travel among the shards; ``HALO`` for all others."""
 
     def __post_init__(self) -> None:
-        self._check_ops()
-        self._check_ranks()
+        if not self.stages:
+            raise InputError("plan: stages []: is empty; give at least one stage")
+        _check_each_once("op", [stage.ops for stage in self.stages])
+        _check_each_once("rank", [stage.ranks for stage in self.stages])
+        for i, stage in enumerate(self.stages):
+            if fault := _fault_of_shares(stage):
+                raise InputError(f"plan: stages[{i}]: shares {shown([*stage.shares])}: {fault}")
         if self.chunks < 1:
             raise InputError(f"plan: chunks {self.chunks}: must be at least 1")
         if self.comm_dtype not in ("", "same", "bf16"):
@@ -154,36 +161,6 @@ class Plan:
         for op in self.ways:
             if not 0 <= op < self.num_ops:
                 raise InputError(f"plan: ways: {op}: must be an op from 0 to {self.num_ops - 1}")
-
-    def _check_ops(self) -> None:
-        if not self.stages or not all(stage.ops for stage in self.stages):
-            raise InputError("plan: every stage must have at least one op")
-        if sorted(op for stage in self.stages for op in stage.ops) != list(range(self.num_ops)):
-            raise InputError("plan: every op must be in exactly one stage")
-        for i, stage in enumerate(self.stages):
-            if list(stage.ops) != sorted(stage.ops):
-                raise InputError(f"plan: the ops of stage {i} must ascend")
-
-    def _check_ranks(self) -> None:
-        ranks = sorted(rank for stage in self.stages for rank in stage.ranks)
-        if ranks != list(range(len(ranks))) or not all(stage.ranks for stage in self.stages):
-            raise InputError(
-                "plan: every rank from 0 on must be in exactly one stage, and no stage may be empty"
-            )
-        for i, stage in enumerate(self.stages):
-            # Process groups number their ranks in ascending order.
-            if list(stage.ranks) != sorted(stage.ranks):
-                raise InputError(
-                    f"plan: the ranks of stage {i} are {list(stage.ranks)}; list them in ascending "
-                    "order, and their shares in the same order"
-                )
-            shares = stage.shares
-            is_whole = len(shares) == len(stage.ranks) and math.isclose(sum(shares), 1)
-            if not is_whole or min(shares) <= 0:
-                raise InputError(
-                    f"plan: the shares of stage {i} are {list(shares)}; give each of its "
-                    f"{len(stage.ranks)} ranks a share above 0; the shares must sum to 1"
-                )
 
     @property
     def num_stages(self) -> int:
@@ -235,25 +212,13 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, source: str = "plan") -> Plan:
-        """Read a plan from the text of ``to_json``; ``InputError`` names what is wrong."""
-        try:
-            data: dict[str, Any] = dict(json.loads(text))
-            if data.pop("version") != VERSION:
-                raise InputError(
-                    f"{source}: written by another version of gnnpipe; expected format {VERSION}"
-                )
-            data["stages"] = tuple(_stage(stage) for stage in data["stages"])
-            data["chunks"] = _whole(data["chunks"])
-            data["collectives"] = Collectives(**data.get("collectives", {}))
-            data["ways"] = {int(op): _row_way(way) for op, way in data.get("ways", {}).items()}
-            if not isinstance(data["schedule"], str):
-                raise TypeError(f"schedule {data['schedule']!r} is not a name")
-            return cls(**data)
-        except InputError as error:
-            raise InputError(f"{error}; try the plan.json of a new run, or no plan") from None
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            raise InputError(f"{source}: not a plan ({why}); try the plan.json of a run") from None
+        """Read a plan from the text of ``to_json``; ``InputError`` names ``source`` and the field.
+
+        ``source``: the file, with its flag.
+        """
+        data = parse_json(text, VERSION, source, _HINT)
+        with named("plan", source):
+            return read_dataclass(cls, data, source)
 
 
 def shards_text(by_stage: Sequence[int]) -> str:
@@ -268,21 +233,43 @@ def shards_text(by_stage: Sequence[int]) -> str:
     return f"{', '.join(counts[:-1])} and {counts[-1]}"
 
 
-def _stage(data: Any) -> StagePlan:
-    wholes = {name: tuple(map(_whole, data[name])) for name in ("ops", "ranks")}
-    if type(data.get("recompute", False)) is not bool:
-        raise TypeError(f"recompute {data['recompute']!r} is neither true nor false")
-    return StagePlan(**{**data, **wholes, "shares": tuple(map(float, data["shares"]))})
+def _check_each_once(name: str, lists: Sequence[Sequence[int]]) -> None:
+    """Check that the lists of the stages ascend and together hold 0, 1, 2, ... once each.
+
+    ``name``: of the numbers, "op" or "rank". Process groups number their ranks in ascending order.
+    """
+    together = sorted(number for numbers in lists for number in numbers)
+    ascend = all(numbers and [*numbers] == sorted(numbers) for numbers in lists)
+    if ascend and together == [*range(len(together))]:
+        return
+    stage_of: dict[int, int] = {}
+    for i, numbers in enumerate(lists):
+        where = f"plan: stages[{i}]: {name}s {shown([*numbers])}"
+        if not numbers:
+            raise InputError(f"{where}: is empty; give at least one {name}, or leave the stage out")
+        for number in numbers:
+            if number in stage_of:
+                other = stage_of[number]
+                place = f"in stages[{other}], too" if other != i else "there twice"
+                raise InputError(f"{where}: {name} {number} is {place}; give each {name} once")
+            stage_of[number] = i
+        if [*numbers] != sorted(numbers):
+            shares = ", with their shares in the same order" if name == "rank" else ""
+            raise InputError(f"{where}: must ascend; try {shown(sorted(numbers))}{shares}")
+    missing = next(n for n, found in enumerate(together) if n != found)
+    raise InputError(
+        f"plan: stages: {name} {missing} is in no stage, and {name} {together[-1]} is in "
+        f"stages[{stage_of[together[-1]]}]; number the {name}s from 0 without a gap"
+    )
 
 
-def _row_way(name: Any) -> RowWay:
-    if name not in list(RowWay):
-        raise InputError(f"plan: ways: {name!r}: must be one of {', '.join(RowWay)}")
-    return RowWay(name)
-
-
-def _whole(value: Any) -> int:
-    """Return ``value`` if it is an int; ``TypeError`` otherwise, also for a bool."""
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is not a whole number")
-    return value
+def _fault_of_shares(stage: StagePlan) -> str:
+    """Return what is wrong with the shares of a stage, and what to try; '' if they are right."""
+    shares, total = stage.shares, sum(stage.shares)
+    if len(shares) != len(stage.ranks):
+        return f"{len(shares)} for {len(stage.ranks)} ranks; give one share for each rank"
+    if not all(share > 0 for share in shares):
+        return "each must be above 0; leave out ranks that get no work"
+    if not math.isclose(total, 1):
+        return f"sum to {total:g} and must sum to 1; divide each by {total!r}"
+    return ""

@@ -3,6 +3,7 @@
 from gnnpipe.planner.auto import AutoPlanner, find_plan
 from gnnpipe.planner.candidate import FoundPlan, SearchSpace
 from gnnpipe.planner.planner import (
+    AUTO,
     PLANNERS,
     GivenPlan,
     GraphCounts,
@@ -10,11 +11,13 @@ from gnnpipe.planner.planner import (
     PlanRequest,
     Shape,
     check_plan,
+    naming_plan,
     planner_named,
 )
 from gnnpipe.planner.uniform import UniformPlanner
 
 __all__ = [
+    "AUTO",
     "PLANNERS",
     "AutoPlanner",
     "FoundPlan",
@@ -27,5 +30,6 @@ __all__ = [
     "UniformPlanner",
     "check_plan",
     "find_plan",
+    "naming_plan",
     "planner_named",
 ]

@@ -28,7 +28,7 @@ from gnnpipe.planner.candidate import MAX_CHUNKS, Candidate, FoundPlan, SearchSp
 from gnnpipe.planner.chain import cut_chain
 from gnnpipe.planner.devices import arrangements, by_machine, stage_counts
 from gnnpipe.planner.interval import Interval
-from gnnpipe.planner.planner import PLANNERS, PlanRequest, Shape
+from gnnpipe.planner.planner import AUTO, PLANNERS, PlanRequest, Shape
 from gnnpipe.planner.searched_shares import with_searched_shares
 from gnnpipe.planner.series_parallel import has_branches
 from gnnpipe.planner.stage_search import Limits, StageCosts, as_plan, candidates
@@ -102,7 +102,7 @@ def _simulated(fitting: Collection[Candidate], space: SearchSpace) -> list[Candi
     for candidate in sorted(fitting, key=lambda c: c.closed_form_s)[:SIMULATED]:
         if len(best) < 2 or candidate.closed_form_s < MARGIN * best[0].simulated_s:
             best = sorted([*best, candidate], key=lambda c: c.simulated_s)
-    moved = with_searched_shares(best[0])
+    moved = with_searched_shares(best[0], space.device_bytes)
     if moved is None or moved.stages_over(space.device_bytes):
         return best
     return [min(best[0], moved, key=lambda c: c.simulated_s), *best[1:]]
@@ -135,12 +135,27 @@ def fitted(
     """Return the candidate, or one whose stages fit.
 
     In stages that do not fit otherwise, no rows travel by columns, which takes the matrix of the
-    whole graph, and if this is not enough the stages recompute.
+    whole graph. If this is not enough, devices that are too small get fewer rows, or the stages
+    recompute, or both, whatever is the fastest by the closed form.
 
     ``planned``: returns the candidate for given stages that recompute. If no choice of stages fits,
     the result does not fit either.
     """
-    candidate = candidate.by_halo_if_over(space.device_bytes)
+    limits = space.device_bytes
+    candidate = candidate.by_halo_if_over(limits)
+    if not candidate.stages_over(limits):
+        return candidate
+    again = _recomputing(candidate, planned, space)
+    both = again.with_smaller_shares(limits).without_needless_recomputation(limits)
+    tried = [candidate.with_smaller_shares(limits), again, both]
+    fitting = [one for one in tried if not one.stages_over(limits)]
+    return min(fitting, key=lambda c: c.closed_form_s, default=again)
+
+
+def _recomputing(
+    candidate: Candidate, planned: Callable[[Collection[int]], Candidate], space: SearchSpace
+) -> Candidate:
+    """Return the candidate with recomputation in the stages that do not fit otherwise."""
     chosen: frozenset[int] = frozenset()
     for _ in range(RECOMPUTE_ROUNDS if space.can_recompute else 0):
         over = candidate.stages_over(space.device_bytes)
@@ -324,4 +339,4 @@ class AutoPlanner:
         )
 
 
-PLANNERS.add("auto", AutoPlanner())
+PLANNERS.add(AUTO, AutoPlanner())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+
+import numpy as np
 
 from gnnpipe.perf.closed_form import ClosedForm
 from gnnpipe.perf.memory import human_bytes
@@ -14,6 +16,7 @@ from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.perf.what_if import critical_shares, task_group, task_place
 from gnnpipe.perf.workload import Workload, alike_shards
 from gnnpipe.plan import Plan, StageDag, StagePlan, gradient_buckets
+from gnnpipe.planner.device_group import Floats, capped, largest_share
 from gnnpipe.schedule import CheckedProgram, training_program, with_forecast
 
 LINK_FACTORS = (2.0, 0.5, 4.0, 0.25, 10.0, 0.1)
@@ -24,6 +27,9 @@ MAX_CHUNKS = 32
 
 SHOWN_RUNS = 4
 """Runs of consecutive ops of a stage that are shown."""
+
+FULL = 0.02
+"""A device is full if it cannot hold this part of its rows more."""
 
 SHOWN_RANKS = 8
 """With more ranks, lines for single ranks are left out."""
@@ -152,6 +158,51 @@ class Candidate:
         """Estimates of the ranks of each stage, by share."""
         return [self.form.bytes_by_share(self.dag, i) for i in range(self.plan.num_stages)]
 
+    def _shard_bytes(self, stage: StagePlan, share: float) -> int:
+        """Return the estimate of a rank of one of the stages, if it had this share."""
+        return self.form.shard_bytes(self.dag, self.plan.stages.index(stage), share)
+
+    def largest_shares(self, stage: StagePlan, device_bytes: Sequence[int]) -> Floats:
+        """Return the largest share of each rank of a stage that its device can hold, [G]."""
+        limits = [device_bytes[self.devices[rank]] for rank in stage.ranks]
+        size_of = partial(self._shard_bytes, stage)
+        by_limit = {limit: largest_share(size_of, limit) for limit in set(limits)}
+        return np.array([by_limit[limit] for limit in limits])
+
+    def with_smaller_shares(self, device_bytes: Sequence[int]) -> Candidate:
+        """Return the plan with fewer rows on devices that cannot hold theirs.
+
+        The other ranks of the stage get more, in proportion to their shares. The same plan if that
+        does not help.
+        """
+        plan, work = self.plan, self.form.workload
+        over, stages = self.stages_over(device_bytes), []
+        for i, stage in enumerate(plan.stages):
+            if i in over:
+                most = self.largest_shares(stage, device_bytes)
+                if min(most) <= 0 or sum(most) < 1:
+                    return self
+                shares = capped(np.array(stage.shares), most)
+                stage = replace(stage, shares=tuple(map(float, shares)))
+            stages.append(stage)
+        moved = replace(plan, stages=tuple(stages))
+        has_rows = moved.split.num_parts * plan.chunks <= min(work.num_vertices.values())
+        return self.with_plan(moved) if over and has_rows else self
+
+    def limited_ranks(self, device_bytes: Sequence[int]) -> Iterator[tuple[int, float, float]]:
+        """Yield the ranks whose share is as large as their memory allows, and less than by speed.
+
+        With their share, and the share that they would have by speed.
+        """
+        cluster = self.form.workload.cluster
+        for stage in self.plan.stages if device_bytes else ():
+            speeds = [1.0 if cluster is None else cluster.devices[r].speed for r in stage.ranks]
+            for rank, share, speed in zip(stage.ranks, stage.shares, speeds, strict=True):
+                limit = device_bytes[self.devices[rank]]
+                is_full = self._shard_bytes(stage, (1 + FULL) * share) > limit
+                if is_full and share < (1 - FULL) * speed / sum(speeds):
+                    yield rank, share, speed / sum(speeds)
+
     def stages_over(self, device_bytes: Sequence[int]) -> frozenset[int]:
         """Return the stages with a rank that needs more memory than its device has."""
         if not device_bytes:
@@ -259,8 +310,16 @@ class FoundPlan:
             yield f"devices of the cluster by rank: {numbers}"
         if any(len(set(stage.shares)) > 1 for stage in plan.stages):
             even = tuple(replace(s, shares=(1 / s.shards,) * s.shards) for s in plan.stages)
-            cost = self._cost_of(replace(plan, stages=even))
-            yield f"shares of the rows: {_shares_text(plan)}; equal shares would cost {cost}"
+            equal = best.with_plan(replace(plan, stages=even))
+            is_over = bool(equal.stages_over(self.space.device_bytes))
+            cost = "not fit" if is_over else f"cost {self._cost_of(equal.plan)}"
+            yield f"shares of the rows: {_shares_text(plan)}; equal shares would {cost}"
+        limited = list(best.limited_ranks(self.space.device_bytes))
+        for rank, share, usual in limited[:SHOWN_RANKS]:
+            yield (
+                f"memory limits rank {rank} to {share:.0%} of the rows of its stage; by speed it "
+                f"would have {usual:.0%}"
+            )
         if plan.ways:
             ops = _runs_text(sorted(plan.ways))
             cost = self._cost_of(replace(plan, ways={}))
@@ -291,8 +350,9 @@ class FoundPlan:
         if self.runner_up is not None:
             slower = self.runner_up.simulated_s / best.simulated_s - 1
             yield (
-                f"runner-up: {self.runner_up.name}, {self.runner_up.simulated_s:.4g} s "
-                f"({slower:+.1%}); {what_would_win(best, self.runner_up)}"
+                f"runner-up: {self.runner_up.name}, predicted {self.runner_up.simulated_s:.4g} s "
+                f"an epoch, {slower:.1%} more than the {best.simulated_s:.4g} s of the plan; "
+                f"{what_would_win(best, self.runner_up)}"
             )
         if self.rounded is not None:
             saved = 1 - self.rounded.simulated_s / best.simulated_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,12 @@ from gnnpipe.plan.cluster import Cluster, Link
 from gnnpipe.planner.devices import machine_of
 
 Floats = npt.NDArray[np.float64]
+
+SECANT_STEPS = 4
+"""Steps towards the largest share that fits."""
+
+ROOM = 1e-3
+"""Part of the largest share that is left free, for rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +35,16 @@ class DeviceGroup:
     outside_bytes_per_s: float
     """Bandwidth of a machine to the others."""
     latency_s: float
+    most: Floats | None = None
+    """Largest share of each device that fits into its memory, [G]; None: there is no limit."""
 
     @classmethod
     def of(
-        cls, cluster: Cluster, ranks: Sequence[int], memory_speeds: Sequence[float] = ()
+        cls,
+        cluster: Cluster,
+        ranks: Sequence[int],
+        memory_speeds: Sequence[float] = (),
+        most: Floats | None = None,
     ) -> DeviceGroup:
         """Return the devices of some ranks.
 
@@ -53,6 +65,7 @@ class DeviceGroup:
             min((link.bandwidth_bytes_per_s for link in near), default=np.inf),
             min((link.bandwidth_bytes_per_s for link in far), default=np.inf),
             max((link.latency_s for link in (*near, *far)), default=0.0),
+            most,
         )
 
     @property
@@ -62,21 +75,25 @@ class DeviceGroup:
 
     @property
     def equal(self) -> Floats:
-        """Equal shares, [G]."""
-        return np.full(self.count, 1 / self.count)
+        """Equal shares as far as these fit, [G]."""
+        return self._fitting(np.full(self.count, 1 / self.count))
 
     @property
     def by_speed(self) -> Floats:
-        """Shares in proportion to the speed of dense products, [G]."""
-        shares: Floats = self.speeds / self.speeds.sum()
-        return shares
+        """Shares in proportion to the speed of dense products as far as these fit, [G]."""
+        return self._fitting(self.speeds / self.speeds.sum())
+
+    def _fitting(self, shares: Floats) -> Floats:
+        return shares if self.most is None else capped(shares, self.most)
 
     def averaged(self, shares: Floats) -> Floats:
         """Return the mean share of devices that can replace each other, [G].
 
         Such devices are equal, on machines of equal devices. A sum of maxima does not grow by it.
         """
-        both = list(zip(self.speeds.tolist(), self.memory_speeds.tolist(), strict=True))
+        most = np.ones(self.count) if self.most is None else self.most
+        columns = self.speeds, self.memory_speeds, most
+        both = list(zip(*(column.tolist() for column in columns), strict=True))
         mates = [tuple(sorted(both[j] for j in np.flatnonzero(row))) for row in self.machines]
         machine = self.machines.argmax(0)
         keys = [(both[g], mates[machine[g]]) for g in range(self.count)]
@@ -98,3 +115,48 @@ class Shares:
     def alike(cls, shares: Floats) -> Shares:
         """Return the same shares of both."""
         return cls(shares, shares)
+
+
+def capped(shares: Floats, most: Floats) -> Floats:
+    """Return the shares with none above its limit; the others take the rest in proportion.
+
+    If ``shares`` are the speeds, no other shares within the limits have a smaller largest quotient
+    of share and speed.
+
+    Args:
+        shares: [G], which sum to 1.
+        most: Limits [G], which sum to at least 1.
+
+    >>> capped(np.array([0.5, 0.25, 0.25]), np.array([0.2, 1.0, 1.0])).tolist()
+    [0.2, 0.4, 0.4]
+    """
+    found = shares.copy()
+    is_full = np.zeros(len(shares), dtype=bool)
+    while (is_over := ~is_full & (found > most)).any():
+        is_full |= is_over
+        found[is_full] = most[is_full]
+        left = 1 - most[is_full].sum()
+        found[~is_full] = shares[~is_full] * left / shares[~is_full].sum()
+    return found
+
+
+def largest_share(size_bytes: Callable[[float], int], limit_bytes: int) -> float:
+    """Return about the largest share whose memory is within the limit; 0: none is.
+
+    ``size_bytes``: returns the memory of a share, which is convex but for rounding. A secant then
+    ends at a share that fits.
+    """
+    low, high = 0.0, 1.0
+    if size_bytes(high) <= limit_bytes:
+        return high
+    if size_bytes(low) > limit_bytes:
+        return low
+    for _ in range(SECANT_STEPS):
+        under, over = size_bytes(low), size_bytes(high)
+        if under > limit_bytes:
+            break  # by rounding
+        low += (high - low) * (limit_bytes - under) / (over - under)
+    low *= 1 - ROOM
+    while low > 0 and size_bytes(low) > limit_bytes:
+        low = low * (1 - ROOM) if low > ROOM else 0.0
+    return low

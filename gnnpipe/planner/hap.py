@@ -18,7 +18,7 @@ import numpy as np
 from scipy.optimize import linprog
 
 from gnnpipe.errors import InputError
-from gnnpipe.planner.device_group import Floats, Shares
+from gnnpipe.planner.device_group import Floats, Shares, capped
 from gnnpipe.planner.distributed_program import (
     CONVERSIONS,
     RULES,
@@ -264,12 +264,13 @@ def _successors(node: _Node, tables: _Tables) -> list[_Node]:
 # Shares.
 
 
-def best_shares(parts: Sequence[Maximum], group_size: int) -> Shares:
+def best_shares(parts: Sequence[Maximum], group_size: int, most: Floats | None = None) -> Shares:
     """Return the shares that minimise a sum of maxima, by a linear program (HiGHS).
 
     Args:
         parts: The costs of a program's instructions.
         group_size: G.
+        most: Largest share of each device, [G]; None: 1.
 
     Raises:
         InputError: HiGHS found no optimum.
@@ -281,8 +282,9 @@ def best_shares(parts: Sequence[Maximum], group_size: int) -> Shares:
         if part.terms.any():
             weights.setdefault((part.terms.tobytes(), part.offsets.tobytes()), []).append(part)
     groups = list(weights.values())
+    largest = np.ones(n) if most is None else most
     if not groups:
-        return Shares.alike(np.full(n, 1 / n))
+        return Shares.alike(capped(np.full(n, 1 / n), largest))
     terms, limits = [], []
     for k, group in enumerate(groups):
         one = group[0]
@@ -301,7 +303,7 @@ def best_shares(parts: Sequence[Maximum], group_size: int) -> Shares:
         b_ub=np.concatenate(limits) / scale,
         A_eq=sums,
         b_eq=[1.0, 1.0],
-        bounds=[(0.0, 1.0)] * (2 * n) + [(0.0, None)] * len(groups),
+        bounds=[(0.0, m) for m in largest] * 2 + [(0.0, None)] * len(groups),
         method="highs",
     )
     if not found.success:
@@ -373,7 +375,8 @@ def alternate(
         best = ShardedGroup(found, shares, turn, expanded)
         if not moves_shares or costs.group.count == 1:
             break
-        wanted = best_shares(costs.program(found.program), costs.group.count)
-        shares = Shares(*(costs.group.averaged(s) for s in (wanted.rows, wanted.columns)))
+        group = costs.group
+        wanted = best_shares(costs.program(found.program), group.count, group.most)
+        shares = Shares(*(group.averaged(s) for s in (wanted.rows, wanted.columns)))
     assert best is not None
     return replace(best, expanded=expanded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, pairwise
 
@@ -50,7 +50,13 @@ class Choices:
 
     shares: Choice = Choice.SEARCHED
     cuts: Choice = Choice.SEARCHED
-    rules: Rules = field(default_factory=lambda: PLAN_RULES, compare=False)
+    by_halo: bool = False
+    """All rows travel by halo exchanges."""
+
+    @property
+    def rules(self) -> Rules:
+        """The rules that programs may use."""
+        return HALO_RULES if self.by_halo else PLAN_RULES
 
 
 @dataclass(frozen=True)
@@ -98,9 +104,9 @@ class GroupPlanner:
         self.model = primitive_model(workload)
         self._found: dict[tuple[object, ...], tuple[ShardedGroup, Floats]] = {}
 
-    def group(self, ranks: Sequence[int]) -> DeviceGroup:
-        """Return the devices of a stage."""
-        return DeviceGroup.of(self.cluster, ranks, self.memory_speeds)
+    def group(self, ranks: Sequence[int], most: Floats | None = None) -> DeviceGroup:
+        """Return the devices of a stage; ``most``: largest share of each, [G], or None."""
+        return DeviceGroup.of(self.cluster, ranks, self.memory_speeds, most)
 
     def _costs_of(self, group: DeviceGroup, chunks: int) -> Callable[[Shares], ProgramCosts]:
         work = self.workload
@@ -122,9 +128,10 @@ class GroupPlanner:
         Raises:
             InputError: As ``alternate``.
         """
-        arrays = group.speeds, group.memory_speeds, group.machines
+        arrays = [group.speeds, group.memory_speeds, group.machines]
+        arrays += [] if group.most is None else [group.most]
         links = group.inside_bytes_per_s, group.outside_bytes_per_s, group.latency_s
-        key = *(a.tobytes() for a in arrays), *links, chunks, choices.shares, id(choices.rules)
+        key = *(a.tobytes() for a in arrays), *links, chunks, choices.shares, choices.by_halo
         if key not in self._found:
             costs_of = self._costs_of(group, chunks)
             is_searched = choices.shares is Choice.SEARCHED
@@ -166,7 +173,7 @@ class GroupPlanner:
         members = [self.group(ranks) for ranks in groups]
         if chunks > 1:
             # With stale rows, rows cannot travel by columns.
-            choices = replace(choices, rules=HALO_RULES)
+            choices = replace(choices, by_halo=True)
         found = [self.sharding(group, chunks, choices) for group in members]
         if len(groups) == 1:
             stage = StageOfGroup(groups[0], (0, self.workload.model.num_ops), found[0][0])

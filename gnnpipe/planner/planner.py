@@ -7,12 +7,12 @@ partition and no process group exists yet. Adding a planner takes one file that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
+from gnnpipe.documents import document_text, named
 from gnnpipe.errors import InputError
-from gnnpipe.files import read_text
 from gnnpipe.plan import ALL_ROWS, LossRows, ModelGraph, Plan, RowWay, StageDag
 from gnnpipe.registry import Registry
 from gnnpipe.schedule import SCHEDULES
@@ -81,12 +81,17 @@ class Planner(Protocol):
 
 PLANNERS: Registry[Planner] = Registry("plan")
 
+AUTO = "auto"
+"""The value of ``--plan`` that searches a plan."""
+
 
 @dataclass(frozen=True)
 class GivenPlan:
     """Planner that returns a given plan, if the plan fits the model."""
 
     given: Plan
+    source: str = "plan"
+    """The file, with its flag, for messages."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.given, Plan):
@@ -96,14 +101,8 @@ class GivenPlan:
     def read(cls, path: str) -> GivenPlan:
         """Read the plan of a JSON file; ``InputError`` if this fails."""
         source = f"--plan {path!r}"
-        try:
-            text = read_text(Path(path))
-        except (OSError, ValueError) as error:
-            names = ", ".join(PLANNERS)
-            raise InputError(
-                f"{source}: cannot be read ({error}); give a plan.json, or a planner: {names}"
-            ) from None
-        return cls(Plan.from_json(text, source))
+        hint = f"give a plan.json, or a planner: {', '.join(PLANNERS)}"
+        return cls(Plan.from_json(document_text(path, source, hint), source), source)
 
     def num_ranks(self, shape: Shape) -> int:
         """Return the number of ranks of the plan."""
@@ -112,8 +111,23 @@ class GivenPlan:
 
     def plan(self, request: PlanRequest) -> Plan:
         """Return the given plan, checked against the model."""
-        check_plan(self.given, request.model)
+        with naming_plan(self):
+            check_plan(self.given, request.model)
+            self._check_pieces(sum(request.graph.num_vertices.values()))
         return self.given
+
+    def _check_pieces(self, vertices: int) -> None:
+        chunks, parts = self.given.chunks, self.given.split.num_parts
+        if parts > vertices:
+            raise InputError(
+                f"plan: stages: the shares cut {vertices:,} vertices into {parts:,} parts; try "
+                "fewer ranks in a stage"
+            )
+        if chunks * parts > vertices:
+            raise InputError(
+                f"plan: chunks {chunks}: of {parts} parts each, for {vertices:,} vertices; try "
+                f"{vertices // parts} or fewer"
+            )
 
 
 def planner_named(name: str) -> Planner:
@@ -121,10 +135,19 @@ def planner_named(name: str) -> Planner:
     return PLANNERS[name] if name in set(PLANNERS) else GivenPlan.read(name)
 
 
+def naming_plan(planner: Planner) -> AbstractContextManager[None]:
+    """Name the file of a given plan in an ``InputError`` of the block that is about the plan."""
+    return named("plan", planner.source if isinstance(planner, GivenPlan) else "plan")
+
+
 def check_plan(plan: Plan, model: ModelGraph) -> None:
     """Raise ``InputError`` if the plan is for another model, or cannot run."""
     if plan.num_ops != model.num_ops:
-        raise InputError(f"plan: is for {plan.num_ops} {model.unit}s, not {model.num_ops}")
+        layers = f"--layers {plan.num_ops}, " if model.unit == "layer" else ""
+        raise InputError(
+            f"plan: is for {plan.num_ops} {model.unit}s, and {model.name} has {model.num_ops}; try "
+            f"{layers}--plan uniform or --plan auto"
+        )
     # Each raises for an unknown name.
     _ = SCHEDULES[plan.schedule], plan.collectives.rows, plan.collectives.sum
     _check_ties(plan, model)

@@ -22,6 +22,8 @@ class Work(NamedTuple):
     base_s: float = 0.0
     """Forward and backward, of any part of the graph."""
     num_weights: int = 0
+    once_s: float = 0.0
+    """Once an epoch, of any part of the graph."""
 
 
 FREE = Work()
@@ -141,16 +143,12 @@ class _Splitter:
         rows = sum(self.workload.num_vertices.values())
         backward = times.finish.per_entry_s * entries + times.finish.per_row_s * rows
         weights = self.workload.model.num_features * (self.op.push_width or self._width)
-        return Work(forward, backward, times.finish.base_s, weights)
+        return Work(forward, backward, 0.0, weights, times.finish.base_s)
 
     @property
     def _profiled(self) -> OpTimes:
         compute = self.workload.profile.compute_of(self.workload.ranks_at_once)
-        if self.kind not in compute.ops:
-            raise InputError(
-                f"--profile: has no {self.workload.model.unit} like {self.op.name} ({self.kind})"
-            )
-        return compute.ops[self.kind]
+        return compute.times_of(self.op, self.kind, self.workload.model.unit)
 
     def _times(self) -> tuple[Work, Work, Work]:
         """Return the work of the dense product, of the row-wise part and of the aggregation."""

@@ -128,7 +128,7 @@ class ProgramCosts:
         in_memory = op.kind not in (OpKind.DENSE, OpKind.FEATURES)
         speeds = group.memory_speeds if in_memory else group.speeds
         whole = (work.forward_s + work.backward_s) / self.sizes.chunks / speeds
-        base_s = work.base_s / float(speeds.min())
+        base_s = self._base_s(work) / float(speeds.min())
         cost: list[Maximum] = []
         if rule.split is Split.WHOLE:
             cost.append(self._linear(np.zeros(group.count), base_s, offsets=whole))
@@ -169,6 +169,10 @@ class ProgramCosts:
         # Padded to the largest shard.
         sent = self._padded(size_bytes * (n - 1), latency_s, columns=not is_rows)
         return (sent, self._copies(numbers * (rows if is_rows else self.shares.columns)))
+
+    def _base_s(self, work: Work) -> float:
+        """Return the time of a chunk that does not depend on its size."""
+        return work.base_s + work.once_s / self.sizes.chunks
 
     # Parts of costs.
 
@@ -316,7 +320,7 @@ class ProgramCosts:
         in_memory = op.kind is not OpKind.DENSE
         speeds = group.memory_speeds if in_memory else group.speeds
         whole_s = (work.forward_s + work.backward_s) / self.sizes.chunks
-        return whole_s / float(speeds.sum()) + work.base_s / float(speeds.max())
+        return whole_s / float(speeds.sum()) + self._base_s(work) / float(speeds.max())
 
 
 def _joined(parts: Sequence[Maximum], constant: float) -> Maximum:

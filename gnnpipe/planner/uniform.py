@@ -174,13 +174,13 @@ def _ways(model: ModelGraph, shape: Shape) -> dict[int, RowWay]:
         return {}
     reasons = {i: op.reason_against(way) for i, op in enumerate(model.ops) if op.aggregates}
     found: dict[int, RowWay] = {i: way for i, reason in reasons.items() if not reason}
-    if reasons and not found:
+    if found:
+        return found
+    fault = "has no aggregation"
+    if reasons:
         op, reason = next(iter(reasons.items()))
-        raise InputError(
-            f"--row-way {way}: {model.name}: {model.unit} {op} ({model.ops[op].name}) {reason}; "
-            "try --row-way halo"
-        )
-    return found
+        fault = f"{model.unit} {op} ({model.ops[op].name}) {reason}"
+    raise InputError(f"--row-way {way}: {model.name}: {fault}; try --row-way halo")
 
 
 PLANNERS.add("uniform", UniformPlanner())

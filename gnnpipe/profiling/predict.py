@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
+from gnnpipe.documents import named
 from gnnpipe.errors import InputError
-from gnnpipe.files import read_text
 from gnnpipe.output import Step
 from gnnpipe.perf import PlanSizes, Profile, Span, TimeShares, simulate, time_shares
 from gnnpipe.perf.predicted import predicted_spans, simulated_epochs
@@ -81,7 +81,7 @@ class Predictor:
         ranks_per_machine = most_ranks_per_machine(mesh)
         sizes = chunk_sizes(prepared) if mesh.rank == 0 else None
         if has_file:
-            profile = on_rank_0(mesh, lambda: read_profile(config.profile))
+            profile = on_rank_0(mesh, lambda: Profile.read(config.profile))
         else:
             with Step("measuring an epoch, to predict its time", config.quiet, mesh.rank == 0):
                 profile = take_short_profile(prepared, mesh, sizes, epochs, speeds)
@@ -134,21 +134,10 @@ def on_rank_0(world: World, work: Callable[[], T]) -> T | None:
     return found
 
 
-def read_profile(path: str) -> Profile:
-    """Profile of a file, written by ``gnnpipe profile`` or by hand."""
-    try:
-        text = read_text(Path(path))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"--profile {path!r}: cannot be read ({error}); make one with `gnnpipe profile --save`"
-        ) from None
-    return Profile.from_json(text, f"--profile {path!r}")
-
-
 def check_profile_file(config: TrainConfig, world: World) -> None:
     """``InputError`` on every rank if the config's profile cannot be read."""
     if config.predict and config.profile:
-        on_rank_0(world, lambda: read_profile(config.profile))
+        on_rank_0(world, lambda: Profile.read(config.profile))
 
 
 def run_costs(
@@ -185,17 +174,23 @@ def costs_of(
 
     ``InputError`` if the profile was taken with other settings, or lacks an op or a link.
     """
-    check_profile(config, profile, ranks_at_once, has_forecasts, dag.plan)
-    return ProfiledCosts(
-        profile,
-        dag,
-        model,
-        sizes,
-        number_bytes=number_dtype(config).itemsize,
-        row_bytes=row_dtype(config).itemsize,
-        ranks_at_once=ranks_at_once,
-        cluster=cluster,
-    )
+    with naming_profile(config):
+        check_profile(config, profile, ranks_at_once, has_forecasts, dag.plan)
+        return ProfiledCosts(
+            profile,
+            dag,
+            model,
+            sizes,
+            number_bytes=number_dtype(config).itemsize,
+            row_bytes=row_dtype(config).itemsize,
+            ranks_at_once=ranks_at_once,
+            cluster=cluster,
+        )
+
+
+def naming_profile(config: TrainConfig) -> AbstractContextManager[None]:
+    """Name the config's profile in an ``InputError`` of the block that is about a profile."""
+    return named("profile", f"--profile {config.profile!r}" if config.profile else "profile")
 
 
 def check_profile(
@@ -209,20 +204,36 @@ def check_profile(
 
     What ``plan`` has chosen may differ: the times are then derived from those of the profile.
     """
-    chosen = {
-        "recompute": plan is not None and plan.recomputes,
-        "comm_dtype": plan is not None and plan.comm_dtype == "bf16",
-    }
-    for name in ("dtype", "comm_dtype", "matmul_dtype", "kernel", "recompute"):
+    for name in ("dtype", "comm_dtype", "matmul_dtype", "kernel"):
         wanted, found = getattr(config, name), getattr(profile, name)
-        if wanted != found and not chosen.get(name, False):
+        is_chosen = name == "comm_dtype" and plan is not None and plan.comm_dtype == "bf16"
+        if wanted != found and not is_chosen:
             raise InputError(
-                f"--profile: {name}: was taken with {found}, not {wanted}; take one with "
-                f"{flag(name)} as in the run"
+                f"profile: {name}: was taken with {found}, not {wanted}; take one with "
+                f"{flag(name)} {wanted}, as in the run"
             )
+    _check_recomputation(config, profile, plan)
     times = profile.compute_of(ranks_per_machine).ops.values()
     if has_forecasts and not any(op.forecast.time_s(1) for op in times):
         raise InputError(
-            "--profile: ops.forecast: was not measured; take one with --staleness auto, as in the "
-            "run"
+            "profile: ops.forecast: was not measured; take one with --staleness auto, as in the run"
+        )
+
+
+def _check_recomputation(config: TrainConfig, profile: Profile, plan: Plan | None) -> None:
+    """Check that the profile tells the times of every stage, with or without recomputation.
+
+    Those of a stage that the plan recomputes are derived from times without recomputation.
+    """
+    stages = [False] if plan is None else [stage.recompute for stage in plan.stages]
+    for i, is_derived in enumerate(stages):
+        wanted = config.recompute or is_derived
+        if wanted == profile.recompute or (is_derived and not profile.recompute):
+            continue
+        which = "the run recomputes" if wanted else "the run does not"
+        if any(stages):
+            which = f"stage {i} of the plan does{'' if wanted else ' not'}"
+        had, needed = ("with", "without") if profile.recompute else ("without", "with")
+        raise InputError(
+            f"profile: recompute: was taken {had} --recompute, and {which}; take one {needed}"
         )

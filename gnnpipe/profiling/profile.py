@@ -158,14 +158,16 @@ def take_profile(
     if mesh.world_size > 1:
         # With the run's own chunks, so that a wrong setting is refused before anything is measured.
         speeds = measured.speeds()
-    compute = [measured.compute_times(ranks, speeds.reference) for ranks in turns]
+    found = [measured.compute_times(ranks, speeds.reference) for ranks in turns]
+    compute, waiting = [times for times, _ in found], max(share for _, share in found)
     links = measure_links(mesh, THOROUGH, list(pairwise(range(mesh.world_size))), False)
     note = (
         f"{time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}, dataset {config.dataset}, "
         f"{mesh.world_size} rank{'s' * (mesh.world_size > 1)}"
     )
     machine = f"{platform.node()}, {_processor()}"
-    profile: Profile = mesh.share(_profile(config, mesh, machine, note, compute, links))
+    own = replace(_profile(config, mesh, machine, note, compute, links), waiting_share=waiting)
+    profile: Profile = mesh.share(own)
     return profile, speeds
 
 
@@ -212,10 +214,7 @@ def take_short_profile(
     # The steps contain what shards read from tables for one another.
     compute = _fitted_times(fit_costs(samples), ranks_at_once, boundary_per_number_s=0.0)
     note = "short, before the run"
-    config = prepared.config
-    recompute = config.recompute or prepared.plan.recomputes
-    measured = replace(config, recompute=recompute)
-    return _profile(measured, mesh, platform.node(), note, [compute], links)
+    return _profile(prepared.config, mesh, platform.node(), note, [compute], links)
 
 
 def take_planning_profile(
@@ -328,10 +327,11 @@ class _Measured:
         assert prepared is not None
         return measure_speeds(prepared, self.mesh)
 
-    def compute_times(self, ranks: int, reference: Sequence[int]) -> ComputeTimes:
+    def compute_times(self, ranks: int, reference: Sequence[int]) -> tuple[ComputeTimes, float]:
         """Times on one rank alone (``ranks`` 1) or on all ranks at once; the same on every rank.
 
-        ``reference``: the ranks whose times count.
+        Also returns the share of the time in which a rank waited for a core
+        (``Profile.waiting_share``). ``reference``: the ranks whose times count.
         """
         config, mesh = self.config, self.mesh
         samples: list[Sample] = []
@@ -340,7 +340,7 @@ class _Measured:
         # The run's own number first, so that a wrong setting is refused before anything is
         # measured.
         counts = [config.chunks, *(k for k in CHUNK_COUNTS if k != config.chunks)]
-        limit = math.inf
+        limit, spent_s, own_s = math.inf, 0.0, 0.0
         for chunks in counts:
             if chunks > limit:
                 break
@@ -348,13 +348,19 @@ class _Measured:
             prepared = self.prepared(chunks, here)
             if prepared is not None:
                 limit = max(prepared.graph.num_vertices // MIN_ROWS, config.chunks)
+                start_s, start_own_s = time.perf_counter(), time.thread_time()
                 samples += measure_steps(prepared, mesh.device, has_cores)
+                spent_s += time.perf_counter() - start_s
+                own_s += time.thread_time() - start_own_s
             done = self.turns.index(ranks) + (counts.index(chunks) + 1) / len(counts)
             report_progress(done / len(self.turns))
             limit = mesh.gather(limit)[reference[0]]
         boundary_s = boundary_time_per_number_s(mesh.device) if mesh.rank in here else 0.0
         found = fit_costs(_of_reference(mesh.gather(samples), reference))
-        return _fitted_times(found, ranks, mesh.gather(boundary_s)[reference[0]])
+        can_tell = has_cores and mesh.device.type == "cpu" and spent_s > 0
+        waiting = max(1 - own_s / spent_s, 0.0) if can_tell else 0.0
+        times = _fitted_times(found, ranks, mesh.gather(boundary_s)[reference[0]])
+        return times, max(mesh.gather(waiting))
 
 
 def _without_precomputed(prepared: Prepared) -> Prepared:

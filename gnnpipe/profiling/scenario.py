@@ -31,7 +31,7 @@ from gnnpipe.perf import (
 )
 from gnnpipe.perf.workload import STALE_SHARE, probe_counts
 from gnnpipe.plan import ALL_ROWS, ModelGraph, Placement, Plan, StageDag, precomputed_aggregations
-from gnnpipe.planner import GraphCounts, PlanRequest, planner_named
+from gnnpipe.planner import GraphCounts, Planner, PlanRequest, naming_plan, planner_named
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import CheckedProgram, Program, with_forecast
@@ -67,8 +67,8 @@ def nearest_that_fits(scenario: Scenario, device_bytes: Sequence[int]) -> Shape 
     devices = len(device_bytes)
 
     def fits(shards: int, stages: int, chunks: int) -> bool:
-        wanted = replace(config, stages=stages, shards=shards, chunks=chunks, plan="uniform")
         try:
+            wanted = replace(config, stages=stages, shards=shards, chunks=chunks, plan="uniform")
             needed = memory_of_shape(wanted, scenario.shape, model)
         except InputError:
             return False
@@ -215,7 +215,16 @@ def scenario_of_shape(
 ) -> Scenario:
     """Scenario of a graph that is given in numbers; ``model`` in place of the config's."""
     model = model or model_on_shape(config, shape)
-    plan = _plan_of_shape(config, shape, model)
+    planner = planner_named(config.plan)
+    with naming_plan(planner):
+        return _scenario_of_plan(
+            config, shape, model, _plan_of_shape(config, shape, model, planner)
+        )
+
+
+def _scenario_of_plan(
+    config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Plan
+) -> Scenario:
     config, chunks = settled_config(config, plan), plan.chunks
     staleness = config.staleness_settings_for(chunks)
     dag = StageDag.of(plan, model)
@@ -296,7 +305,8 @@ def memory_of_shape(
     config: TrainConfig, shape: GraphShape, model: ModelGraph, dag: StageDag | None = None
 ) -> list[int]:
     """Bytes of a rank by stage; ``InputError`` if the shape cannot be planned."""
-    dag = dag or StageDag.of(_plan_of_shape(config, shape, model), model)
+    planner = planner_named(config.plan)
+    dag = dag or StageDag.of(_plan_of_shape(config, shape, model, planner), model)
     config = settled_config(config, dag.plan)
     plan, program = dag.plan, training_programs(config, model, dag)[0]
     is_exact, probes = program.is_exact, _probes(config, shape, model, program)
@@ -352,13 +362,15 @@ def _probes(
     return min(probe_counts(model, [""], each)[""], shape.vertices)
 
 
-def _plan_of_shape(config: TrainConfig, shape: GraphShape, model: ModelGraph) -> Plan:
+def _plan_of_shape(
+    config: TrainConfig, shape: GraphShape, model: ModelGraph, planner: Planner
+) -> Plan:
     counts = GraphCounts(
         {"": shape.vertices},
         {"": shape.edges},
         {"": shape.stored or shape.vertices * shape.features},
     )
-    plan = planner_named(config.plan).plan(PlanRequest(model, counts, shape_of(config)))
+    plan = planner.plan(PlanRequest(model, counts, shape_of(config)))
     if shape.vertices < plan.split.num_parts * plan.chunks:
         raise InputError(
             f"--chunks {plan.chunks}: with --shards {plan.shards_text} more pieces than the "

@@ -13,11 +13,11 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.output import Step, say
 from gnnpipe.perf import CommVolume, Profile, closed_form_volume
-from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
 from gnnpipe.perf.workload import Workload, probe_counts
 from gnnpipe.plan import ModelGraph, Placement, Plan
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import (
+    AUTO,
     FoundPlan,
     GivenPlan,
     GraphCounts,
@@ -29,6 +29,7 @@ from gnnpipe.planner import (
 )
 from gnnpipe.planner.auto import EXACT_AFTER_JUMPS
 from gnnpipe.planner.candidate import MAX_CHUNKS
+from gnnpipe.planner.given_devices import Hardware
 from gnnpipe.profiling.devices import (
     RankSpeeds,
     measure_cluster,
@@ -37,7 +38,7 @@ from gnnpipe.profiling.devices import (
     relative_to_fastest,
 )
 from gnnpipe.profiling.links import BRIEF
-from gnnpipe.profiling.predict import check_profile, on_rank_0, read_profile
+from gnnpipe.profiling.predict import check_profile, naming_profile, on_rank_0
 from gnnpipe.profiling.profile import one_stage, take_planning_profile
 from gnnpipe.profiling.scenario import GraphShape, Scenario
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -46,73 +47,6 @@ from gnnpipe.setup.inputs import number_dtype, row_dtype, settled_config
 from gnnpipe.setup.memory_estimate import check_memory, memory_settings
 from gnnpipe.setup.prepare import training_programs
 from gnnpipe.setup.prepared import Prepared, chunk_order
-
-AUTO = "auto"
-"""The value of ``--plan`` that searches a plan."""
-
-STAND_IN = "a100:100gbe"
-"""Data sheets for the memory of a plan, which does not depend on times."""
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """The devices that a plan is searched for."""
-
-    profile: Profile | None = None
-    sheets: str | None = None
-    """Data sheets in place of a profile, 'DEVICE:LINK'."""
-    cluster: Cluster | None = None
-    devices: int | None = None
-    """Number of devices, without a cluster."""
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of the cluster, or as many as are given."""
-        return len(self.cluster.devices) if self.cluster is not None else self.devices or 1
-
-    def device_bytes(self) -> Sequence[int]:
-        """Memory of every device; empty if it is not known."""
-        if self.cluster is not None:
-            return [device.memory_bytes for device in self.cluster.devices]
-        if self.sheets is not None:
-            return [hardware_memory_bytes(self.sheets)] * self.num_devices
-        return []
-
-    def profile_of(self, model: ModelGraph, config: TrainConfig) -> Profile:
-        """The profile, or that of the data sheets."""
-        return self.profile or hardware_profile(self.sheets or STAND_IN, model, config)
-
-
-def hardware_of(
-    config: TrainConfig,
-    sheets: str | None,
-    cluster: Cluster | None,
-    devices: int | None,
-    profile: Profile | None = None,
-) -> Hardware:
-    """Returns the devices for a search outside a run; ``InputError`` if these are not known."""
-    if cluster is not None and devices is not None:
-        raise InputError(
-            f"--devices {devices}: the cluster file says how many there are; leave one out"
-        )
-    if cluster is None and devices is None:
-        raise InputError(
-            "--plan auto: the number of devices is not known; give --devices N, or --cluster FILE"
-        )
-    if devices is not None and not 1 <= devices <= 100_000:
-        raise InputError(f"--devices {devices}: must be 1 to 100,000")
-    if sheets is None and profile is None and not config.profile:
-        raise InputError(
-            "--plan auto: the times of the ops are not known; give --hardware DEVICE:LINK, like "
-            "h100:100gbe, or --profile FILE (of `gnnpipe profile --save`)"
-        )
-    if sheets is not None and config.profile:
-        raise InputError(
-            f"--hardware {sheets}: --profile gives the times of the ops, too; leave one out"
-        )
-    if sheets is None and profile is None:
-        profile = read_profile(config.profile)
-    return Hardware(profile, sheets, cluster, devices)
 
 
 def _workload(
@@ -286,9 +220,10 @@ class OfflinePlanner:
 
     def plan(self, request: PlanRequest) -> Plan:
         """Returns the fastest plan; ``InputError`` if none fits."""
-        work = workload_of_request(self.config, request, self.hardware)
-        space = search_space(self.config, work, self.hardware, is_whole=request.is_whole)
-        self.found.append(find_plan(space))
+        with naming_profile(self.config):
+            work = workload_of_request(self.config, request, self.hardware)
+            space = search_space(self.config, work, self.hardware, is_whole=request.is_whole)
+            self.found.append(find_plan(space))
         return self.found[-1].plan
 
 
@@ -328,7 +263,8 @@ class RunPlanner:
         hardware = Hardware(profile, None, cluster, world.world_size)
         if world.world_size > 1:
             request.halo(world.world_size, world.world_size)  # counted on all ranks
-        found = on_rank_0(world, lambda: self._found(request, hardware, limits))
+        with naming_profile(config):
+            found = on_rank_0(world, lambda: self._found(request, hardware, limits))
         for line in found.lines() if found is not None else ():
             self.say(line)
         plan: Plan = world.share(None if found is None else found.plan)
@@ -374,7 +310,7 @@ class RunPlanner:
         cluster: Cluster | None = self.world.share(self.cluster)
         if cluster is not None and len(cluster.devices) != self.world.world_size:
             raise InputError(
-                f"--cluster: has {len(cluster.devices)} devices, and there are "
+                f"{cluster.source}: has {len(cluster.devices)} devices, and there are "
                 f"{self.world.world_size} ranks; give one device for each rank"
             )
         return cluster
@@ -385,7 +321,7 @@ class RunPlanner:
         """Returns a profile, and the cluster: as given, or measured if speeds differ."""
         config, world = self.config, self.world
         if config.profile:
-            return world.share(on_rank_0(world, lambda: read_profile(config.profile))), cluster
+            return world.share(on_rank_0(world, lambda: Profile.read(config.profile))), cluster
         assert request.prepared_with is not None
         num_ops = request.model.num_ops
         mesh = Mesh.of(world, Placement.grid(1, world.world_size))

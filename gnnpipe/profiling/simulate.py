@@ -32,8 +32,9 @@ from gnnpipe.perf.what_if import (
 )
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.plan.plan import shards_text
-from gnnpipe.planner import PLANNERS, find_plan
-from gnnpipe.profiling.predict import costs_of, read_profile
+from gnnpipe.planner import AUTO, PLANNERS, find_plan
+from gnnpipe.planner.given_devices import Hardware, hardware_of, profile_or_sheets
+from gnnpipe.profiling.predict import costs_of, naming_profile
 from gnnpipe.profiling.scenario import (
     GraphShape,
     Scenario,
@@ -43,10 +44,7 @@ from gnnpipe.profiling.scenario import (
     scenario_of_shape,
 )
 from gnnpipe.profiling.search import (
-    AUTO,
-    Hardware,
     OfflinePlanner,
-    hardware_of,
     scenario_of_found,
     search_space,
     workload_of_shape,
@@ -189,11 +187,12 @@ def simulate(
         InputError: An argument is wrong, or the plan does not fit the cluster; the message names
             the nearest shape that does.
     """
-    _check_arguments(config, graph, profile, hardware, shape, devices)
-    if profile is None and hardware is None:
-        profile = read_profile(config.profile)
+    known = None
     if config.plan == AUTO:
         known = hardware_of(config, hardware, cluster, devices, profile)
+    profile = profile_or_sheets(config, hardware, profile) if known is None else known.profile
+    _check_arguments(config, graph, shape, devices)
+    if known is not None:
         return _simulate_found(config, known, graph, model, shape)
 
     def scenario_with(one: TrainConfig) -> Scenario:
@@ -206,19 +205,9 @@ def simulate(
 
 
 def _check_arguments(
-    config: TrainConfig,
-    graph: Graph | None,
-    profile: Profile | None,
-    hardware: str | None,
-    shape: GraphShape | None,
-    devices: int | None,
+    config: TrainConfig, graph: Graph | None, shape: GraphShape | None, devices: int | None
 ) -> None:
     """``InputError`` for arguments of ``simulate`` that contradict each other."""
-    if (hardware is None) == (profile is None and config.profile == ""):
-        raise InputError(
-            "simulate: give either --profile FILE (of `gnnpipe profile --save`) or --hardware "
-            "DEVICE:LINK, like h100:100gbe"
-        )
     if graph is not None and shape is not None:
         raise InputError("simulate: graph and shape: each stands for the graph; leave one out")
     check_timed(config)
@@ -242,8 +231,9 @@ def _simulate_found(
     given = detached_copy(model)
     if shape is not None:
         described = model_on_shape(config, shape, given)
-        work = workload_of_shape(config, shape, described, hardware)
-        found = find_plan(search_space(config, work, hardware))
+        with naming_profile(config):
+            work = workload_of_shape(config, shape, described, hardware)
+            found = find_plan(search_space(config, work, hardware))
         config = settled_config(config, found.plan)
         scenario = scenario_of_found(config, found, shape)
     else:
@@ -272,8 +262,8 @@ def _simulate(
     """Simulates the scenario of a config by its profile, else by the data sheets ``hardware``."""
     if cluster is not None and ranks > len(cluster.devices):
         raise InputError(
-            f"{shape_text(config)}: needs {ranks} devices, and the cluster has "
-            f"{len(cluster.devices)}; try fewer"
+            f"{cluster.source}: has {len(cluster.devices)} devices, and {shape_text(config)} needs "
+            f"{ranks}; add devices, or try a smaller shape"
         )
     device_bytes: list[int] = []
     if cluster is not None:

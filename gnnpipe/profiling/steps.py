@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gnnpipe.perf import EpochSpans, PlanSizes
 from gnnpipe.perf.fit import Sample, Work
-from gnnpipe.perf.parts import step_parts
+from gnnpipe.perf.parts import Side, step_parts
 from gnnpipe.perf.profile import op_kind
 from gnnpipe.plan import StageDag, StagePlan, gradient_buckets
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -263,14 +263,18 @@ def work_of(
             if op.aggregates and op.is_forecast
         ]
     else:
-        found = [
-            (
-                model.ops[p.op],
-                f"{what}_{p.side}",
-                of_stage.work(model.ops[p.op], p.side, shard, chunk),
-            )
+        parts = [
+            (model.ops[p.op], p.side, of_stage.work(model.ops[p.op], p.side, shard, chunk))
             for p in step_parts(model, indices, of_stage.precomputed)[step]
         ]
+        found = [(op, f"{what}_{side}", work) for op, side, work in parts]
+        # What --recompute computes again in all stages is time of backward (OpTimes.recomputing).
+        is_derived = prepared.plan.stages[stage].recompute and not prepared.config.recompute
+        if what == "backward" and is_derived:
+            for op, side, work in parts:
+                keeps_sum = op.is_linear and side is Side.AFTER
+                again = replace(work, edges=0.0) if keeps_sum else work
+                found.append((op, f"forward_{side}", again))
         # The last chunk backward also completes the gradients of all chunks' features.
         if (what, chunk, step) == ("backward", _walk_order(prepared)[0], 0):
             reading = [op for op in ops if op.reads_features]

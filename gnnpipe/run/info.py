@@ -10,12 +10,13 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.graph.graph import Graph
 from gnnpipe.perf import MemoryEstimate
 from gnnpipe.plan import Plan
-from gnnpipe.planner import GivenPlan
-from gnnpipe.profiling.search import AUTO, Hardware, OfflinePlanner
+from gnnpipe.planner import AUTO, GivenPlan
+from gnnpipe.planner.given_devices import Hardware
+from gnnpipe.profiling.search import OfflinePlanner
 from gnnpipe.run.summary import info_lines
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.memory_estimate import memory_by_rank
-from gnnpipe.setup.prepare import prepare, warn_of_settings
+from gnnpipe.setup.prepare import prepare, warn_of_stale_rows
 from gnnpipe.tasks.loss import LossFn
 
 
@@ -52,7 +53,7 @@ def info(
         search = OfflinePlanner(config, hardware or Hardware(devices=1))
     planner = GivenPlan(plan) if plan else search
     prepared = prepare(config, world, graph, model, planner, loss_fn)
-    warn_of_settings(prepared, world)
+    warn_of_stale_rows(prepared, world)
     memory = memory_by_rank(prepared)
     lines = info_lines(prepared, memory)
     if search is not None and hardware is not None:

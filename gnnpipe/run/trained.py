@@ -175,7 +175,10 @@ def _config(own: TrainConfig, num_ranks: int, changes: Mapping[str, Any]) -> Tra
         values |= {"stages": 1, "shards": 1, "plan": "uniform"}
     if any(name in changes for name in shape):
         values["plan"] = "uniform"
-    return replace(own, **values | dict(changes))
+    values |= changes
+    if values.get("shards", own.shards) == 1:
+        values["row_way"] = "halo"
+    return replace(own, **values)
 
 
 def _num_classes(path: Path, config: TrainConfig, weights: Mapping[str, Tensor]) -> int:

@@ -56,24 +56,27 @@ def memory_of_rank(prepared: Prepared, stage: int, shard: int) -> MemoryEstimate
     return estimate_memory(prepared.dag, prepared.model_graph, stage, sizes, _settings_of(prepared))
 
 
-def least_memory_bytes(prepared: Prepared, stage: int) -> int:
-    """Returns a lower bound for a rank: a shard of mean size without halo rows."""
+def least_memory_bytes(prepared: Prepared, stage: int, shard: int) -> int:
+    """Returns a lower bound for a rank: its share of all rows and edges, without halo rows."""
     graph, loss_rows = prepared.graph, prepared.loss_rows
-    shards = prepared.plan.stages[stage].shards
+    share = prepared.plan.stages[stage].shares[shard]
+
+    def part(count: int) -> int:
+        # Equal shares may be a little less than a whole number of rows.
+        return int(count * share + 1e-6)
+
     entries = sum(int(feature_entries(graph, t).sum()) for t in graph.row_types)
     sizes = ShardSizes(
-        own_rows={t: int(rows.sum()) // shards for t, rows in graph.table_rows.items()},
+        own_rows={t: part(int(rows.sum())) for t, rows in graph.table_rows.items()},
         halo_rows=dict.fromkeys(graph.table_rows, 0),
-        own_edges=graph.num_edges // shards,
+        own_edges=part(graph.num_edges),
         graph_edges=graph.num_edges,
-        own_pairs=graph.pairs.num_pairs // shards if graph.pairs else 0,
-        feature_entries=entries // shards,
-        loss_numbers=int(graph.train_mask.sum()) // shards * _kept_by_loss(prepared),
-        loss_rows=replace(
-            loss_rows, rows=loss_rows.rows // shards, edges=loss_rows.edges // shards
-        ),
+        own_pairs=part(graph.pairs.num_pairs) if graph.pairs else 0,
+        feature_entries=part(entries),
+        loss_numbers=part(int(graph.train_mask.sum())) * _kept_by_loss(prepared),
+        loss_rows=replace(loss_rows, rows=part(loss_rows.rows), edges=part(loss_rows.edges)),
         **_whole_sizes(prepared),
-        columns_share=min(prepared.plan.stages[stage].shares),
+        columns_share=share,
     )
     settings = replace(_settings_of(prepared), symmetric=True, extra_weights=0)
     return estimate_memory(prepared.dag, prepared.model_graph, stage, sizes, settings).total
@@ -95,7 +98,7 @@ def check_memory(prepared: Prepared, mesh: Mesh) -> None:
         count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         here = list(range(max(0, first), min(first + count, mesh.world_size)))
         capacity_bytes = memory_bytes()
-    needed_bytes = sum(least_memory_bytes(prepared, mesh.placement.stage(rank)) for rank in here)
+    needed_bytes = sum(least_memory_bytes(prepared, *mesh.placement.place(rank)) for rank in here)
     if needed_bytes > capacity_bytes:
         ranks = (
             f"rank {mesh.rank} takes" if len(here) == 1 else f"its {len(here)} ranks together take"

@@ -22,7 +22,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.config.validation import check_staleness
 from gnnpipe.data.load import configured_graph
 from gnnpipe.errors import InputError
-from gnnpipe.graph.chunking import Chunking, ShardShares, make_chunking, renumber
+from gnnpipe.graph.chunking import Chunking, ShardShares, check_counts, make_chunking, renumber
 from gnnpipe.graph.graph import Graph, bare
 from gnnpipe.graph.halo import halo_at, halo_by_shards
 from gnnpipe.graph.operators import SUM
@@ -44,6 +44,7 @@ from gnnpipe.planner import (
     Planner,
     PlanRequest,
     Shape,
+    naming_plan,
     planner_named,
 )
 from gnnpipe.runtime.comm.launch import launched_world_size
@@ -112,7 +113,8 @@ def prepare(
     inputs = _Inputs(
         config, world, graph, given, digest, chosen, metric, model_graph, loss_fn, optimizer
     )
-    return _prepared(inputs, _plan(inputs, planner), refill_epochs)
+    with naming_plan(planner):
+        return _prepared(inputs, _plan(inputs, planner), refill_epochs)
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
     config, graph = settled_config(inputs.config, plan), inputs.graph
     model_graph = inputs.model_graph
     world, chosen = inputs.world, inputs.model
+    check_counts(graph.num_vertices, plan.chunks, plan.split.num_parts)  # before a long program
     dag = StageDag.of(plan, model_graph)
     usual, exact_program = training_programs(config, model_graph, dag)
     chunking = _partition(config, plan, graph, world, _order(config, plan, model_graph, chosen))
@@ -194,13 +197,13 @@ def join_world(config: TrainConfig, planner: Planner | None = None, **settings: 
         InputError: On every rank, if ranks have other settings, or if their number is not that of
             the plan.
     """
-    shape = shape_text(config) if planner is None else "plan"
     planner = planner or planner_named(config.plan)
-    settings = config.common_settings() | settings
+    settings, shape, remedy = config.common_settings() | settings, shape_text(config), ""
     if isinstance(planner, GivenPlan):
         settings["--plan"] = f"with checksum {zlib.crc32(planner.given.to_json().encode()):08x}"
+        shape, remedy = planner.source, "try --plan auto or --plan uniform"
     num_ranks = ranks_of(config, planner)
-    return World.meet(num_ranks, config.device, config.timeout_s, shape, settings)
+    return World.meet(num_ranks, config.device, config.timeout_s, shape, settings, remedy)
 
 
 def _read_graph(
@@ -475,19 +478,10 @@ def _shard_rows(plan: Plan, model: ModelGraph, graph: Graph, chunking: Chunking)
     return found
 
 
-def warn_of_settings(prepared: Prepared, world: World) -> None:
-    """Warns on rank 0 of settings without effect, and of stale rows that change what is learned."""
-    if world.rank:
+def warn_of_stale_rows(prepared: Prepared, world: World) -> None:
+    """Warns on rank 0 if stale rows change statistics over all vertices, or carry label inputs."""
+    if world.rank or prepared.program.is_exact:
         return
-    way = prepared.config.row_way
-    if way != RowWay.HALO and not prepared.plan.ways:
-        warn(f"--row-way {way}: no rows travel within stages of one rank; leave it out")
-    if not prepared.program.is_exact:
-        _warn_of_stale_rows(prepared)
-
-
-def _warn_of_stale_rows(prepared: Prepared) -> None:
-    """Warns if stale rows change statistics over all vertices, or carry label inputs."""
     model, share = prepared.model_graph, prepared.config.label_inputs
     if share:
         warn(

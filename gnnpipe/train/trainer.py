@@ -62,7 +62,7 @@ from gnnpipe.setup.inputs import (
 )
 from gnnpipe.setup.label_inputs import with_label_inputs
 from gnnpipe.setup.layer_output import without_labels
-from gnnpipe.setup.prepare import join_world, prepare, warn_of_settings
+from gnnpipe.setup.prepare import join_world, prepare, warn_of_stale_rows
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.setup.user_model import absolute_name
 from gnnpipe.tasks.loss import LossFn
@@ -138,7 +138,8 @@ class Trainer:
         self.config = config
         self._graph, self._model = given, model
         self._planner: Planner | None = None if plan is None else GivenPlan(plan)
-        check_search(config, plan, {"--cluster": cluster is not None, "replan": replan})
+        of_search = {"replan": replan} | ({} if cluster is None else {cluster.source: True})
+        check_search(config, plan, of_search)
         self._cluster, self._replan = cluster, replan
         self._world, self._loss_fn = world, loss_fn
         self._optimizer, self._scheduler = optimizer, scheduler
@@ -370,7 +371,7 @@ class Trainer:
         mesh, prepared = self._setup()
         config = prepared.config
         check_exact_epochs(config, prepared.plan.chunks, last_epoch)
-        warn_of_settings(prepared, mesh)
+        warn_of_stale_rows(prepared, mesh)
         warn_of_vain_rounding(config, prepared.plan, prepared.model, prepared.graph, mesh)
         progress = self._progress(last_epoch)
         for line in [*message.splitlines(), *head_lines(prepared)]:

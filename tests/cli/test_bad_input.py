@@ -99,6 +99,7 @@ KINDS = {
     "evaluations past all": (words("--eval-every " + "9" * 20), ["--eval-every 999", "at most"]),
     "no chunks": (words("--chunks 0"), ["--chunks 0", "at least 1"]),
     "more chunks than rows": (words("--chunks 35"), ["--chunks 35", "34"]),
+    "chunks past the program": (words("--chunks 1000000000"), ["--chunks 1000000000", "(34)"]),
     "chunks beyond all": (words("--chunks " + "9" * 30), ["--chunks 999", "at most"]),
     # choices and names
     "model misspelt": (words("--model gcnn"), ["--model 'gcnn'", "'gcn'"]),

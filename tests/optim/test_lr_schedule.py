@@ -53,3 +53,43 @@ def test_closed_forms(schedule, warmup):
         assert found[12] == pytest.approx(0.0, abs=1e-12)
         half = warmup + (12 - warmup) // 2
         assert found[half] == pytest.approx(0.3 * (1 + math.cos(math.pi / 2)) / 2)
+
+
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.5, 0.1], total_steps=20)
+
+
+def in_sequence(optimizer):
+    parts = [
+        torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3),
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    ]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "plateau", one_cycle, in_sequence])
+@pytest.mark.parametrize("past", [0, 2, 7])
+def test_coming_rates_are_those_that_come_and_asking_changes_nothing(schedule, past):
+    def made():
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.4, 0.1)]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        is_name = isinstance(schedule, str)
+        name, warmup = (schedule, 4) if is_name else ("constant", 0)
+        config = quick_config(
+            lr=0.4, epochs=16, lr_schedule=name, warmup_epochs=warmup, lr_patience=5, eval_every=5
+        )
+        return optimizer, LearningRate(optimizer, config, None if is_name else schedule)
+
+    def walked(optimizer, learning_rate, epochs):
+        found = []
+        for _ in range(epochs):
+            found.append([(group["lr"], group["momentum"]) for group in optimizer.param_groups])
+            optimizer.step()
+            learning_rate.step(None)
+        return found
+
+    plain, asked = made(), made()
+    expected = walked(*plain, past + 9)
+    assert walked(*asked, past) == expected[:past]
+    assert asked[1].coming(5) == [[lr for lr, _ in one] for one in expected[past : past + 5]]
+    assert walked(*asked, 9) == expected[past:]

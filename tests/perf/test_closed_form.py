@@ -11,8 +11,9 @@ from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.perf.workload import alike_shards
 from gnnpipe.plan import Placement, Plan, StageDag, StagePlan
 from gnnpipe.plan.cluster import Cluster, Device, Link
+from gnnpipe.planner.given_devices import Hardware
 from gnnpipe.profiling.scenario import GraphShape, model_on_shape
-from gnnpipe.profiling.search import Hardware, workload_of_shape
+from gnnpipe.profiling.search import workload_of_shape
 from gnnpipe.schedule import training_program, with_forecast
 
 SHAPE = GraphShape(64_000, 640_000, 32, 8, halo=0.5)

@@ -94,23 +94,38 @@ class Stacked(nn.Module):
         return self.end(torch.cat(rows, dim=1))
 
 
+def layer_by_layer(module, layers, **changes):
+    """The memory, and a plan with a stage for every layer, the last one with the ops behind."""
+    config = TrainConfig(hidden=HIDDEN, **changes)
+    model = model_on_shape(config, SHAPE, module)
+    work = workload_of_shape(config, SHAPE, model, Hardware(sheets="a100:10gbe"))
+    each = model.num_ops // layers
+    ends = [*range(0, each * layers, each), model.num_ops]
+    stages = [StagePlan.even(tuple(range(*run)), (i,)) for i, run in enumerate(pairwise(ends))]
+    dag = StageDag.of(Plan(tuple(stages), 4, "fill-drain"), model)
+    return StageMemory(OpTable(work), 4, False), dag
+
+
 @pytest.mark.parametrize("layers", [8, 16])
 def test_many_stages_cost_few_estimates(layers, monkeypatch):
-    config, counted = TrainConfig(hidden=HIDDEN), []
+    counted = []
 
     def counting(*arguments):
         counted.append(arguments)
         return estimate_memory(*arguments)
 
     monkeypatch.setattr(stage_memory, "estimate_memory", counting)
-    model = model_on_shape(config, SHAPE, Stacked(layers))
-    work = workload_of_shape(config, SHAPE, model, Hardware(sheets="a100:10gbe"))
-    memory = StageMemory(OpTable(work), 4, False)
-    each = model.num_ops // layers
-    ends = [*range(0, each * layers, each), model.num_ops]
-    stages = [StagePlan.even(tuple(range(*run)), (i,)) for i, run in enumerate(pairwise(ends))]
-    dag = StageDag.of(Plan(tuple(stages), 4, "fill-drain"), model)
-    for i in range(len(stages)):
+    memory, dag = layer_by_layer(Stacked(layers), layers)
+    for i in range(layers):
         memory.bytes_by_share(dag, i)
     # The first stage, the second, which gets what later ones get, and the last.
     assert len(counted) <= 4
+
+
+def test_a_stage_that_sends_its_rows_twice_is_not_like_one_that_sends_them_once():
+    memory, dag = layer_by_layer(Stacked(6), 6, comm_dtype="bf16")
+    # The last stage has the next layer and the last one, which read the rows of stage 4.
+    assert [len(dag.sends(i)) for i in (3, 4)] == [2, 1]
+    twice, once = (memory.bytes_by_share(dag, i)[1.0] for i in (3, 4))
+    # The rows that are sent are rounded copies, one for each stage that reads them.
+    assert twice - once == HIDDEN * SHAPE.vertices * 4

@@ -115,13 +115,7 @@ def test_sums_of_means_are_waited_for_at_once(shape):
 
 @pytest.mark.parametrize(
     ("name", "there"),
-    [
-        ("dtype", "float64"),
-        ("comm_dtype", "bf16"),
-        ("matmul_dtype", "bf16"),
-        ("kernel", "csr"),
-        ("recompute", True),
-    ],
+    [("dtype", "float64"), ("comm_dtype", "bf16"), ("matmul_dtype", "bf16"), ("kernel", "csr")],
 )
 def test_a_profile_of_other_settings_is_refused(name, there):
     prepared = prepared_of(model="gcn")

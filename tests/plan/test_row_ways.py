@@ -12,7 +12,7 @@ from gnnpipe.plan import Plan, RowWay, StageDag, StagePlan, column_bounds
 from gnnpipe.planner import GivenPlan
 from gnnpipe.run.summary import head_lines
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.setup.prepare import prepare, warn_of_settings
+from gnnpipe.setup.prepare import prepare
 
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 50), min_size=1, max_size=9))
@@ -77,18 +77,16 @@ def test_a_flag_that_cannot_be_used_is_refused(settings, message):
         flagged(**settings)
 
 
-def test_a_flag_without_effect_is_said():
-    config = quick_config(layers=2, hidden=8, row_way="columns")
-    prepared = prepare(config, Mesh.alone(), small_graph())
-    assert not prepared.plan.ways
-    with pytest.warns(UserWarning, match="--row-way columns: no rows travel"):
-        warn_of_settings(prepared, Mesh.alone())
+def test_a_flag_without_effect_is_refused():
+    with pytest.raises(InputError, match="--row-way columns: with --shards 1 no rows travel"):
+        quick_config(layers=2, hidden=8, row_way="columns")
+    assert quick_config(layers=2, hidden=8, row_way="halo").shards == 1
 
 
 def test_an_unknown_way_is_refused():
     plan = Plan((StagePlan.even((0, 1), (0, 1)),), 1, "fill-drain", ways={1: RowWay.COLUMNS})
     text = plan.to_json().replace("columns", "pigeons")
-    with pytest.raises(InputError, match="ways: 'pigeons': must be one of halo, gather, columns"):
+    with pytest.raises(InputError, match="ways: 1 'pigeons': must be one of halo, gather, columns"):
         Plan.from_json(text)
 
 

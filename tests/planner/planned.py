@@ -2,8 +2,9 @@
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.plan.cluster import Device, Link
+from gnnpipe.planner.given_devices import Hardware
 from gnnpipe.profiling.scenario import GraphShape, model_on_shape
-from gnnpipe.profiling.search import Hardware, search_space, workload_of_shape
+from gnnpipe.profiling.search import search_space, workload_of_shape
 
 BIG = 80 * 10**9
 SLOW, FAST = Link(1.25e9, 5e-5), Link(300e9, 1e-5)

@@ -1,7 +1,9 @@
-"""Runs a distributed program in numpy on simulated ranks, and counts the numbers that are sent.
+"""Runs a distributed program on simulated ranks, and counts the numbers that are sent.
 
 Written from the meaning of states and collectives alone. Rows that a rank does not have are NaN, so
-an aggregation that reads one is seen in its result.
+an aggregation that reads one is seen in its result. Backward goes through the program in reverse:
+autograd goes through the work of one rank at a time, and the adjoints of the collectives move the
+gradients between ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
+import torch
 
 from gnnpipe.planner.distributed_program import (
     Collective,
@@ -17,6 +20,7 @@ from gnnpipe.planner.distributed_program import (
     DistributedProgram,
     OpKind,
     PrimitiveOp,
+    Property,
     State,
 )
 
@@ -26,33 +30,32 @@ class Problem:
     """A graph, features and weights for the ops of a program."""
 
     ops: tuple[PrimitiveOp, ...]
-    matrix: np.ndarray
+    matrix: torch.Tensor
     """[N, N]"""
-    features: dict[str, np.ndarray]
-    weights: dict[str, np.ndarray]
-    target: np.ndarray
+    features: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    target: torch.Tensor
 
     @classmethod
     def random(cls, ops, seed, vertices=11):
         draw = np.random.default_rng(seed)
-        matrix = draw.normal(size=(vertices, vertices)) * (draw.random((vertices,) * 2) < 0.25)
+
+        def normal(*size):
+            return torch.from_numpy(draw.normal(size=size))
+
+        is_edge = torch.from_numpy(draw.random((vertices,) * 2) < 0.25)
+        matrix = normal(vertices, vertices) * is_edge
         width = {op.name: op.width for op in ops}
-        features = {
-            op.name: draw.normal(size=(vertices, op.width))
-            for op in ops
-            if op.kind is OpKind.FEATURES
-        }
+        features = {op.name: normal(vertices, op.width) for op in ops if op.kind is OpKind.FEATURES}
         weights = {
-            op.name: draw.normal(size=(width[op.inputs[0]], op.width))
-            for op in ops
-            if op.kind is OpKind.DENSE
+            op.name: normal(width[op.inputs[0]], op.width) for op in ops if op.kind is OpKind.DENSE
         }
-        target = draw.normal(size=(vertices, width[ops[-1].inputs[0]]))
+        target = normal(vertices, width[ops[-1].inputs[0]])
         return cls(ops, matrix, features, weights, target)
 
-    def plain(self) -> dict[str, np.ndarray]:
+    def plain(self) -> dict[str, torch.Tensor]:
         """The values of all ops on one device."""
-        found: dict[str, np.ndarray] = {}
+        found: dict[str, torch.Tensor] = {}
         for op in self.ops:
             inputs = [found[name] for name in op.inputs]
             if op.kind is OpKind.FEATURES:
@@ -65,32 +68,41 @@ class Problem:
                 found[op.name] = self.local(op, inputs, self.weights.get(op.name), self.target)
         return found
 
+    def plain_gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of the loss, by the names of features and of ops with a weight."""
+        leaves = self.features | self.weights
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        gradients = torch.autograd.grad(self.plain()[self.ops[-1].name].sum(), leaves.values())
+        for leaf in leaves.values():
+            leaf.requires_grad_(False)
+        return dict(zip(leaves, gradients, strict=True))
+
     @staticmethod
     def local(op, inputs, weight, target):
         """Work without the graph."""
         if op.kind is OpKind.DENSE:
             return inputs[0] @ weight
         if op.kind is OpKind.ELEMENTWISE:
-            return np.tanh(inputs[0])
+            return torch.tanh(inputs[0])
         if op.kind is OpKind.ROW_WISE:
-            return inputs[0] / (1 + np.abs(inputs[0]).sum(1, keepdims=True))
+            return inputs[0] / (1 + inputs[0].abs().sum(1, keepdim=True))
         if op.kind is OpKind.ADD:
             return sum(inputs)
         if op.kind is OpKind.CONCAT:
-            return np.concatenate(inputs, 1)
+            return torch.cat(inputs, 1)
         assert op.kind is OpKind.LOSS
-        return np.full((1, 1), ((inputs[0] - target) ** 2).sum())
+        return ((inputs[0] - target) ** 2).sum().reshape(1, 1)
 
 
 def attention(matrix, own, read):
     """Sums of neighbours' rows with weights that depend on both ends; ``matrix`` [own, read]."""
-    out = np.zeros_like(own)
+    out = []
     for i in range(len(own)):
         neighbours = np.flatnonzero(matrix[i])
-        if len(neighbours):
-            score = np.exp(np.tanh(read[neighbours].sum(1) + own[i].sum()))
-            out[i] = score @ read[neighbours] / score.sum()
-    return out
+        score = torch.exp(torch.tanh(read[neighbours].sum(1) + own[i].sum()))
+        out.append(score @ read[neighbours] / score.sum() if len(neighbours) else 0 * own[i])
+    return torch.stack(out) if out else own[:0]
 
 
 @dataclass
@@ -102,6 +114,8 @@ class Ranks:
     column_shares: list[float]
     sent: np.ndarray = field(init=False)
     """[G, G], numbers sent forward, from and to."""
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    """After ``backward``: by the names of features and of ops with a weight."""
 
     def __post_init__(self):
         ends = np.concatenate([[0], np.cumsum(self.row_counts)])
@@ -131,23 +145,100 @@ class Ranks:
         if op.kind is OpKind.FEATURES:
             return self.distribute(problem.features[op.name], rule.gives)
         inputs = [self.values[name, rule.needs] for name in op.inputs]
-        found = []
-        for g in range(self.count):
-            own = [value[g] for value in inputs]
-            if op.kind in (OpKind.AGGREGATION, OpKind.ATTENTION):
-                found.append(self.aggregate(op, rule, own[0], g))
-                continue
-            weight, target = problem.weights.get(op.name), problem.target
-            if op.kind is OpKind.DENSE and rule.gives is State.COLUMNS:
-                weight = weight[:, self.columns(op.width)[g]]
-            if op.kind is OpKind.DENSE and rule.needs is State.COLUMNS:
-                weight = weight[self.columns(len(weight))[g]]
-            if op.kind is OpKind.LOSS:
-                target = target[self.rows[g]]
-                if rule.needs is State.REPLICATED:
-                    own = [own[0][self.rows[g]]]
-            found.append(problem.local(op, own, weight, target))
-        return found
+        weight = problem.weights.get(op.name)
+        return [
+            self.on_rank(op, rule, [value[g] for value in inputs], weight, g)
+            for g in range(self.count)
+        ]
+
+    def on_rank(self, op, rule, own, weight, g):
+        """The work of one rank on its parts of the inputs; ``weight``: the whole one."""
+        problem, target = self.problem, self.problem.target
+        if op.kind in (OpKind.AGGREGATION, OpKind.ATTENTION):
+            return self.aggregate(op, rule, own[0], g)
+        if op.kind is OpKind.DENSE and rule.gives is State.COLUMNS:
+            weight = weight[:, self.columns(op.width)[g]]
+        if op.kind is OpKind.DENSE and rule.needs is State.COLUMNS:
+            weight = weight[self.columns(len(weight))[g]]
+        if op.kind is OpKind.LOSS:
+            target = target[self.rows[g]]
+            if rule.needs is State.REPLICATED:
+                own = [own[0][self.rows[g]]]
+        return problem.local(op, own, weight, target)
+
+    def backward(self, program: DistributedProgram) -> None:
+        """Run the adjoints of the program's instructions in reverse; ``run`` comes first.
+
+        The gradient of a replicated value, or of one with halo rows, is a sum over ranks; that of
+        partial sums is the same on every rank.
+        """
+        ops = {op.name: op for op in program.ops}
+        held: dict[Property, list[torch.Tensor]] = {}
+        last = Property(program.ops[-1].name, State.PARTIAL)
+        held[last] = [torch.ones(1, 1, dtype=torch.float64) for _ in range(self.count)]
+        for instruction in reversed(program.instructions):
+            gradients = held.pop(instruction.gives, None)
+            if gradients is None:
+                continue  # a state that no instruction needs
+            op, work = ops[instruction.op], instruction.work
+            if isinstance(work, Conversion):
+                found = {Property(op.name, work.source): self.adjoint(work, gradients)}
+            else:
+                found = self.backward_of(op, work, gradients)
+            for needed, more in found.items():
+                before = held.get(needed)
+                held[needed] = more if before is None else list(map(torch.add, before, more))
+
+    def adjoint(self, conversion, gradients):
+        """Gradients in the source state, from those in the target state."""
+        _, source, target = conversion
+        if source is State.REPLICATED:
+            # A slice sends nothing: other ranks add their parts later.
+            widths = [gradient.shape[1] for gradient in gradients]
+            width, found = sum(widths) if target is State.COLUMNS else widths[0], []
+            for g, gradient in enumerate(gradients):
+                part = torch.zeros(len(self.problem.matrix), width, dtype=torch.float64)
+                if target is State.ROWS:
+                    part[self.rows[g]] = gradient
+                else:
+                    part[:, self.columns(width)[g]] = gradient
+                found.append(part)
+            return found
+        whole = self.whole_gradient(gradients, target)
+        if source is State.PARTIAL:
+            return [whole] * self.count
+        return self.distribute(whole, source)
+
+    def whole_gradient(self, gradients, state):
+        """The gradient of the whole value, from the gradients on the ranks."""
+        if state in (State.HALO, State.REPLICATED):
+            return sum(gradients)
+        return self.assemble(gradients, State.REPLICATED if state is State.PARTIAL else state)
+
+    def backward_of(self, op, rule, gradients):
+        """Gradients of the inputs; those of weights and features are kept."""
+        if op.kind is OpKind.FEATURES:
+            self.gradients[op.name] = self.whole_gradient(gradients, rule.gives)
+            return {}
+        weight = self.problem.weights.get(op.name)
+        by_input = {Property(name, rule.needs): [] for name in op.inputs}
+        of_weight = []
+        for g, gradient in enumerate(gradients):
+            own = [self.values[name][g].detach().clone().requires_grad_() for name in by_input]
+            leaf = None if weight is None else weight.detach().clone().requires_grad_()
+            result = self.on_rank(op, rule, own, leaf, g)
+            leaves = own if leaf is None else [*own, leaf]
+            found = torch.autograd.grad(result, leaves, gradient, materialize_grads=True)
+            for gradients_of, more in zip(by_input.values(), found, strict=False):
+                gradients_of.append(more)
+            if leaf is not None:
+                of_weight.append(found[-1])
+        if of_weight:
+            if not rule.sums_weights:
+                # Each rank has a part of the weight, and nothing is left to add.
+                assert max(np.count_nonzero(torch.stack(of_weight), axis=0).ravel()) <= 1
+            self.gradients[op.name] = sum(of_weight)
+        return by_input
 
     def aggregate(self, op, rule, read, g):
         matrix, own = self.problem.matrix, read
@@ -164,18 +255,18 @@ class Ranks:
         if state is State.COLUMNS:
             return [value[:, columns] for columns in self.columns(value.shape[1])]
         assert state is State.REPLICATED
-        return [value] * self.count
+        return [value.clone() for _ in range(self.count)]
 
     def assemble(self, held, state):
         """The whole value, from any state."""
         if state is State.ROWS:
-            return np.concatenate(held)
+            return torch.cat(held)
         if state is State.COLUMNS:
-            return np.concatenate(held, 1)
+            return torch.cat(held, 1)
         if state is State.PARTIAL:
             return sum(held)
         if state is State.HALO:
-            return np.concatenate([h[rows] for h, rows in zip(held, self.rows, strict=True)])
+            return torch.cat([h[rows] for h, rows in zip(held, self.rows, strict=True)])
         for other in held[1:]:
             np.testing.assert_array_equal(other, held[0])
         return held[0]
@@ -207,7 +298,7 @@ class Ranks:
         return self.distribute(whole, target)
 
     def with_halo(self, whole, g):
-        held = np.full_like(whole, np.nan)
+        held = torch.full_like(whole, np.nan)
         held[self.rows[g]] = whole[self.rows[g]]
         needed = np.flatnonzero(self.problem.matrix[self.rows[g]].any(0))
         for i, rows in enumerate(self.rows):

@@ -16,8 +16,9 @@ from gnnpipe.errors import InputError
 from gnnpipe.plan.cluster import Cluster, Link
 from gnnpipe.planner import GivenPlan, find_plan
 from gnnpipe.planner.auto import every_candidate
+from gnnpipe.planner.given_devices import Hardware
 from gnnpipe.profiling.scenario import model_on_shape
-from gnnpipe.profiling.search import Hardware, search_space, workload_of_shape
+from gnnpipe.profiling.search import search_space, workload_of_shape
 
 CLUSTERS = {
     "one": Cluster(devices(1.0), SLOW),

@@ -91,7 +91,7 @@ def test_a_plan_keeps_what_recomputes_in_its_file():
     assert Plan.from_json(plan.to_json()) == plan
     data = json.loads(plan.to_json())
     data["stages"][0]["recompute"] = 1
-    with pytest.raises(InputError, match=r"recompute 1 is neither true nor false"):
+    with pytest.raises(InputError, match=r"recompute 1: must be true or false"):
         Plan.from_json(json.dumps(data))
 
 

@@ -50,9 +50,9 @@ def test_a_stale_plan_with_exact_epochs_only_is_run_exactly(tmp_path):
     [
         (written(([2, 3], [0]), ([0, 1], [1])), "stage 0 reads layer 1, which stage 1 computes la"),
         (written(([0, 2], [0]), ([1, 3], [1])), "stage 0 is not convex: layers 0 and 2 are in the"),
-        (written(([0, 1, 2], [0])), "is for 3 layers, not 4"),
+        (written(([0, 1, 2], [0])), "is for 3 layers, and gcnii has 4; try --layers 3"),
         (written(([0, 1, 2, 3], [0]), schedule="zigzag"), "schedule 'zigzag'"),
-        (written(([0, 1, 2, 3], [1, 0])), r"stage 0 are \[1, 0\]; list them in ascending order"),
+        (written(([0, 1, 2, 3], [1, 0])), r"stages\[0\]: ranks \[1, 0\]: must ascend; try"),
     ],
 )
 def test_a_plan_that_does_not_fit_the_model_is_refused(text, message):

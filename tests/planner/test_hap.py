@@ -41,9 +41,13 @@ def test_what_is_found_computes_the_model(seed):
     costs = random_costs(ops, seed)
     n = costs.group.count
     ranks = Ranks(Problem.random(ops, seed), rounded(np.ones(n), 11), [1 / n] * n)
-    ranks.run(find_program(costs).program)
+    program = find_program(costs).program
+    ranks.run(program)
     loss = ranks.assemble(ranks.values["loss", State.PARTIAL], State.PARTIAL)
     np.testing.assert_allclose(loss, ranks.problem.plain()["loss"], rtol=1e-9)
+    ranks.backward(program)
+    for name, expected in ranks.problem.plain_gradients().items():
+        np.testing.assert_allclose(ranks.gradients[name], expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.slow
@@ -72,19 +76,26 @@ def test_a_search_gives_up():
         find_program(random_costs(random_ops(1), 1), most_expanded=3)
 
 
+@pytest.mark.parametrize("is_limited", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_the_linear_program_equals_the_best_of_a_grid(seed):
+def test_the_linear_program_equals_the_best_of_a_grid(seed, is_limited):
     """The same sum of maxima at all shares in steps of 1/24, rows and columns."""
     costs = random_costs(random_ops(seed), 1000 + seed)
     n = costs.group.count
     parts = costs.program(find_program(costs).program)
-    found = best_shares(parts, n)
+    most = np.ones(n)
+    if is_limited and n > 1:
+        # The memory of one device is full before its fair share.
+        most[seed % n] = 1 / (2 * n)
+    found = best_shares(parts, n, most)
+    assert (np.array([found.rows, found.columns]) <= most + 1e-9).all()
     steps = 24 if n <= 3 else 12
     grid = [
         np.array([*cut, steps - sum(cut)]) / steps
         for cut in product(range(steps + 1), repeat=n - 1)
         if sum(cut) <= steps
     ]
+    grid = [shares for shares in grid if (shares <= most).all()]
 
     def time_s(rows, columns):
         return sum(part.at(Shares(rows, columns)) for part in parts)

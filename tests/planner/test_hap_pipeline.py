@@ -5,20 +5,14 @@ import pytest
 from gnnpipe.config import TrainConfig
 from gnnpipe.plan import RowWay
 from gnnpipe.plan.cluster import Cluster, Device, Link
-from gnnpipe.planner.hap_pipeline import (
-    HALO_RULES,
-    Choice,
-    Choices,
-    GroupPlanner,
-    best_plan,
-    groupings,
-)
+from gnnpipe.planner.given_devices import Hardware
+from gnnpipe.planner.hap_pipeline import Choice, Choices, GroupPlanner, best_plan, groupings
 from gnnpipe.profiling.scenario import GraphShape, model_on_shape
-from gnnpipe.profiling.search import Hardware, workload_of_shape
+from gnnpipe.profiling.search import workload_of_shape
 
 FREE = Link(1e15, 0.0)
-EQUAL = Choices(Choice.EQUAL, Choice.EQUAL, HALO_RULES)
-BY_SPEED = Choices(Choice.BY_SPEED, Choice.BY_SPEED, HALO_RULES)
+EQUAL = Choices(Choice.EQUAL, Choice.EQUAL, by_halo=True)
+BY_SPEED = Choices(Choice.BY_SPEED, Choice.BY_SPEED, by_halo=True)
 ALL = range(1, 100)
 
 
@@ -80,7 +74,7 @@ def test_freedom_never_makes_it_slower(speeds, stages):
     for less in (
         EQUAL,
         BY_SPEED,
-        Choices(rules=HALO_RULES),
+        Choices(by_halo=True),
         Choices(shares=Choice.EQUAL),
         Choices(cuts=Choice.EQUAL),
     ):

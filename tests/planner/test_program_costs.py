@@ -24,10 +24,11 @@ from gnnpipe.planner.distributed_program import (
     Split,
     State,
 )
+from gnnpipe.planner.given_devices import Hardware
 from gnnpipe.planner.primitive_work import Work, primitive_model
 from gnnpipe.planner.program_costs import GraphSizes, ProgramCosts
 from gnnpipe.profiling.scenario import GraphShape, model_on_shape
-from gnnpipe.profiling.search import Hardware, workload_of_shape
+from gnnpipe.profiling.search import workload_of_shape
 
 FAST, SLOW = Device(1.0, 10**11), Device(0.5, 10**11)
 ALL_TO_ALL = Conversion(Collective.ALL_TO_ALL, State.ROWS, State.COLUMNS)
@@ -52,8 +53,9 @@ def by_rows(ops):
     return DistributedProgram(tuple(ops), tuple(found))
 
 
+@pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "gat"])
-def test_halo_exchanges_cost_what_the_closed_form_of_an_epoch_says(model):
+def test_halo_exchanges_cost_what_the_closed_form_of_an_epoch_says(model, chunks):
     """The same forward and backward on equal devices; sums of gradients are counted besides."""
     link = Link(1e9, 2e-5)
     cluster = Cluster((FAST,) * 4, link)
@@ -61,11 +63,12 @@ def test_halo_exchanges_cost_what_the_closed_form_of_an_epoch_says(model):
     made = primitive_model(work)
     group = DeviceGroup.of(cluster, range(4))
     compute = work.profile.compute_of(4)
-    sizes = GraphSizes(100_000, 80_000, 1, 4, 4, compute.boundary_per_number_s)
+    boundary_s = compute.boundary_per_number_s
+    sizes = GraphSizes(100_000 / chunks, 80_000 / chunks, chunks, 4, 4, boundary_s)
     costs = ProgramCosts(made.ops, made.work, group, sizes, Shares.alike(group.equal))
-    form = ClosedForm(work, 1)
+    form = ClosedForm(work, chunks)
     ops = tuple(range(work.model.num_ops))
-    expected = sum(form.pass_s(ops, form.group(StagePlan.even(ops, (0, 1, 2, 3)))))
+    expected = chunks * sum(form.pass_s(ops, form.group(StagePlan.even(ops, (0, 1, 2, 3)))))
     times = [
         compute.ops[kind]
         for kind, op in zip(work.kinds, work.model.ops, strict=True)
@@ -73,13 +76,14 @@ def test_halo_exchanges_cost_what_the_closed_form_of_an_epoch_says(model):
     ]
     entries = 100_000 * 50 / 4
     expected += sum(t.finish.time_s(100_000 / 4, entries=entries) for t in times)
+    assert any(t.finish.base_s for t in times)
     weights = sum(
         made.work[op.name].num_weights
         for op in made.ops
         if op.kind in (OpKind.DENSE, OpKind.ATTENTION)
     )
     expected += 2 * weights * 4 * 0.75 / link.bandwidth_bytes_per_s
-    assert costs.program_s(by_rows(made.ops)) == pytest.approx(expected, rel=1e-9)
+    assert chunks * costs.program_s(by_rows(made.ops)) == pytest.approx(expected, rel=1e-9)
     assert costs.program_s(by_rows(made.ops)) > 0
 
 

@@ -38,7 +38,7 @@ def test_what_cannot_be_searched_stays():
 def test_the_search_of_a_plan_uses_it_where_it_is_faster(monkeypatch):
     space = replace(space_of(UNLIKE, hidden=256), max_stale_chunks=1)
     found = find_plan(space).best
-    monkeypatch.setattr("gnnpipe.planner.auto.with_searched_shares", lambda best: None)
+    monkeypatch.setattr("gnnpipe.planner.auto.with_searched_shares", lambda best, limits: None)
     usual = find_plan(space).best
     moved = with_searched_shares(usual)
     assert found.simulated_s == min(usual.simulated_s, moved.simulated_s)

@@ -72,7 +72,7 @@ def test_data_sheets_measure_no_cluster(tmp_path, capsys):
 
 
 def test_a_cluster_needs_a_search():
-    with pytest.raises(InputError, match="--cluster: no effect without --plan auto"):
+    with pytest.raises(InputError, match="cluster: no effect without --plan auto"):
         Trainer(quick_config(), cluster=Cluster((DEVICE,), NO_LINK))
 
 

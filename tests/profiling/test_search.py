@@ -13,8 +13,8 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import IdleRank, InputError
 from gnnpipe.plan import Plan, StagePlan
 from gnnpipe.plan.cluster import Cluster, Device, Link
+from gnnpipe.planner.given_devices import Hardware, hardware_of
 from gnnpipe.profiling.scenario import scenario_of
-from gnnpipe.profiling.search import Hardware, hardware_of
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.memory_estimate import memory_by_rank
 from gnnpipe.setup.prepare import prepare
@@ -118,8 +118,10 @@ def test_the_peak_of_the_setup_is_no_memory_of_a_device():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--hardware", "a100:100gbe"], "--plan auto: the number of devices is not known; give"),
-        (["--devices", "4"], "give either --profile FILE"),
+        (["--hardware", "a100:100gbe"], "--plan auto: give the number of devices (--devices N, or"),
+        (["--devices", "4"], "--plan auto: give the times of the ops (--hardware DEVICE"),
+        ([], "--plan auto: give the number of devices (--devices N, or --cluster FILE) and the "),
+        (["--hardware", "a100:100gb", "--devices", "4"], "did you mean '100gbe'?"),
         (["--hardware", "a100:100gbe", "--devices", "0"], "--devices 0: must be 1 to"),
         (["--hardware", "a100:100gbe", "--devices", "2", "--stages", "2"], "--stages 2: no effect"),
     ],
@@ -138,5 +140,5 @@ def test_devices_need_the_search():
 
 def test_cluster_and_devices_are_not_given_together():
     cluster = Cluster((Device(1.0, 10**9),), Link(1e9, 1e-5))
-    with pytest.raises(InputError, match=r"--devices 2: the cluster file says how many"):
+    with pytest.raises(InputError, match=r"--devices 2: cluster says how many there are"):
         hardware_of(TrainConfig(plan="auto"), "a100:100gbe", cluster, 2)

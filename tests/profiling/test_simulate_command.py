@@ -245,7 +245,10 @@ def test_what_is_not_on_the_path_changes_nothing():
     ("words", "told"),
     [
         ([], ["--profile", "--hardware"]),
-        (["--hardware", "h100:10gbe", "--profile", "x.json"], ["either"]),
+        (
+            ["--hardware", "h100:10gbe", "--profile", "x.json"],
+            ["--hardware h100:10gbe", "--profile gives", "leave one out"],
+        ),
         (["--profile", "x.json"], ["x.json", "cannot be read"]),
         (["--hardware", "h100"], ["--hardware 'h100'", "names no link", "like h100:100gbe"]),
         (["--hardware", "h100:"], ["names no link", "like h100:100gbe"]),
@@ -301,7 +304,8 @@ def test_more_ranks_than_devices(tmp_path, capsys):
         "[link]\nbandwidth_bytes_per_s = 1e9\nlatency_s = 0.0\n"
     )
     assert main(["simulate", *MADE_UP, "--stages", "2", "--cluster", str(path)]) == 2
-    assert "needs 2 devices, and the cluster has 1" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"--cluster '{path}': has 1 devices, and --stages 2 --shards 1 needs 2; add" in err
 
 
 def test_the_cluster_of_the_page(tmp_path):
@@ -342,7 +346,7 @@ def test_the_function_refuses_two_graphs_and_two_costs():
     with pytest.raises(InputError, match="graph and shape: each stands for the graph"):
         gnnpipe.simulate(TrainConfig(), graph, shape=shape, hardware="h100:10gbe")
     profile = profile_of(prepared_of().model_graph)
-    with pytest.raises(InputError, match="give either --profile"):
+    with pytest.raises(InputError, match="--hardware h100:10gbe: --profile gives the times"):
         gnnpipe.simulate(TrainConfig(), graph, profile=profile, hardware="h100:10gbe")
     with pytest.raises(InputError, match="shape: vertices must be 1 to"):
         GraphShape(0, 8000, 16, 4)

@@ -264,7 +264,7 @@ def test_parts_that_do_not_fit_are_refused():
     with pytest.raises(InputError, match="num_features = 9"):
         Trainer(config, graph=graph, model=other).fit()
     plan = Trainer(config, graph=graph).plan
-    with pytest.raises(InputError, match="plan: is for 3 layers, not 4"):
+    with pytest.raises(InputError, match="plan: is for 3 layers, and gcn has 4"):
         Trainer(TrainConfig(layers=4, out="off"), graph=graph, plan=plan).fit()
     stale = Trainer(replace(config, chunks=2), graph=graph).plan
     with pytest.raises(InputError, match="--staleness exact allows none"):

@@ -64,14 +64,18 @@ class World:
         timeout_s: float = 120.0,
         shape: str = "plan",
         settings: Mapping[str, object] | None = None,
+        remedy: str = "",
     ) -> World:
         """Join the other processes; ``InputError`` if there are not ``num_ranks`` of them.
 
-        ``shape``: the setting that determines ``num_ranks``, for the error message. ``settings``:
-        values by flag that all ranks must have in common; ``InputError`` on every rank otherwise.
+        ``shape``: the setting that determines ``num_ranks``, and ``remedy`` what to try, for the
+        error message ('': another grid). ``settings``: values by flag that all ranks must have in
+        common; ``InputError`` on every rank otherwise.
         """
-        found = launched_world_size()
-        wrong = None if found == num_ranks else _wrong_number(num_ranks, found, shape)
+        found, wrong = launched_world_size(), None
+        if found != num_ranks:
+            remedy = remedy or f"make stages x shards {found}"
+            wrong = _wrong_number(num_ranks, found, shape, remedy)
         # Ranks with another shape still join, so that the others learn of it and do not wait.
         is_launched = dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ
         if wrong is not None and (found == 1 or not is_launched):
@@ -277,10 +281,9 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
     )
 
 
-def _wrong_number(wanted: int, found: int, shape: str) -> InputError:
+def _wrong_number(wanted: int, found: int, shape: str, remedy: str) -> InputError:
     return InputError(
-        f"{shape}: need {_ranks(wanted)}, not {found}; make stages x shards {found}, "
-        f"or type: {torchrun_line(wanted)}"
+        f"{shape}: need {_ranks(wanted)}, not {found}; {remedy}, or type: {torchrun_line(wanted)}"
     )
 
 

@@ -47,7 +47,7 @@ class ColumnHistory(History):
         """``spec.layout`` and ``operator`` are of the whole graph; ``width``: F."""
         super().__init__(spec, exchange.own_width(width))
         self.operator = operator
-        self._width, self._cells, self._columns = width, cells, exchange
+        self._width, self._cells, self._exchange = width, cells, exchange
         self._recording: list[CollectiveWork] = []
         self._pulled: dict[int, ArrivingRows] = {}
 
@@ -63,13 +63,13 @@ class ColumnHistory(History):
         """Send the columns of the chunk's rows [C_g, F] to their shards."""
         here = self.table[slice(*self.rows(chunk))]
         cells = self._cells.pushed[chunk]
-        self._arriving.append(self._columns.to_columns(rows.detach(), cells, here))
+        self._arriving.append(self._exchange.to_columns(rows.detach(), cells, here))
 
     def read(self, chunk: int) -> Tensor:
         """Return the aggregated rows [C_g, F]."""
         self.settle()
         found = self.operator.forward.matmul(self.table, *self._into(chunk))
-        arriving = self._columns.to_rows(found, self._cells.read[chunk], self._width)
+        arriving = self._exchange.to_rows(found, self._cells.read[chunk], self._width)
         return arriving.wait().to(self._dtype)
 
     def record(self, chunk: int, grad: Tensor) -> None:
@@ -79,7 +79,7 @@ class ColumnHistory(History):
             self._grads = self.table.new_empty(shape)
         here = self._grads[slice(*self._into(chunk))]
         cells = self._cells.read[chunk]
-        self._recording.append(self._columns.to_columns(grad, cells, here))
+        self._recording.append(self._exchange.to_columns(grad, cells, here))
 
     def begin_pull(self, chunk: int) -> None:
         """Compute the columns of the gradient that ``pull`` needs, and send them back."""
@@ -90,7 +90,7 @@ class ColumnHistory(History):
         self._recording.clear()
         found = self.operator.transposed.matmul(self._grads, *self.rows(chunk))
         cells = self._cells.pushed[chunk]
-        self._pulled[chunk] = self._columns.to_rows(found, cells, self._width)
+        self._pulled[chunk] = self._exchange.to_rows(found, cells, self._width)
 
     def pull(self, chunk: int) -> Tensor:
         """Return the gradient [C_g, F] of the chunk's rows."""

@@ -1,0 +1,282 @@
+r"""Weights that a stage computes with in an asynchronous program.
+
+Between forward and backward of a chunk, its stage makes g optimizer steps: the version gap, derived
+by ``schedule.check``. W_v are the weights after v steps; forward comes after v of them.
+
+| policy    | forward          | backward       | versions held |
+| --------- | ---------------- | -------------- | ------------- |
+| latest    | W_v              | W_v+g          | 1             |
+| stash     | W_v              | W_v            | g + 1         |
+| 2bw       | W_v+g-1          | W_v+g-1        | 3             |
+| predict   | W_v, g ahead     | W_v+g          | 2             |
+| xpipe     | W_v, g ahead     | W_v+g          | 3             |
+| spectrain | W_v, g + h ahead | W_v+g, h ahead | 2             |
+
+- latest corrects nothing: forward and backward use different weights.
+- stash is PipeDream's weight stashing (arXiv 1806.03377): consistent, but old.
+- 2bw (PipeDream-2BW, arXiv 2006.09503) uses on all stages the weights of one step before the last.
+- predict is PipeOptim (arXiv 2312.00839): forward with the weights that backward is predicted to
+  find, by the optimizer's own rule (``predicted_step``).
+- xpipe, like XPipe (arXiv 1911.04610): the first chunk of each step predicts, for all its chunks.
+  With a step behind every chunk this is ``predict``.
+- spectrain (SpecTrain, arXiv 1809.02839) predicts for backward too, h steps: half the number of
+  stages before this one. The direction is the optimizer's, not a smoothed gradient of its own.
+
+Other weights are copied into the memory of the parameters, and the real ones copied back. To
+exchange ``parameter.data`` would mix versions: ``F.linear`` saves a view of the memory that the
+weight has in forward, LayerNorm saves the parameter. With copies, both find in backward what is in
+the parameter then. A tensor that forward computes from weights alone (a normalised weight, a copy
+in bf16) is an activation: autograd saves the value of forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gnnpipe.errors import InputError
+from gnnpipe.optim.predicted_step import Rates, StepPrediction
+from gnnpipe.registry import Registry
+
+
+@dataclass(frozen=True, eq=False)
+class StageSteps:
+    """Optimizer steps of a stage in an asynchronous program."""
+
+    optimizer: Optimizer
+    gaps: Sequence[int]
+    """By position, number of steps between forward and backward."""
+    rates: Rates | None = None
+    """Learning rates of the coming steps; ``None``: those of the optimizer's groups now."""
+    depth: int = 0
+    """Number of stages before this one, on the longest path."""
+
+
+class WeightPolicy(Protocol):
+    """Choice of the weights in each pass of a chunk.
+
+    In an open context the parameters may hold other weights. When the context ends, they hold the
+    same bits as before.
+    """
+
+    def for_forward(self, position: int) -> AbstractContextManager[None]:
+        """Return the context of forward at a position of the program."""
+
+    def for_backward(self, position: int) -> AbstractContextManager[None]:
+        """Return the context of backward at a position of the program."""
+
+    def stepped(self) -> None:
+        """Note an optimizer step, while the parameters still have its gradients."""
+
+    def flush(self) -> None:
+        """Forget all versions but the current one: no chunk is between forward and backward."""
+
+
+class Latest:
+    """Policy without correction; base of the other policies."""
+
+    def __init__(self, steps: StageSteps) -> None:
+        self._gaps = steps.gaps
+        self._weights: list[Tensor] = [
+            weight for group in steps.optimizer.param_groups for weight in group["params"]
+        ]
+        self._version = 0
+        """Number of steps since the last flush."""
+        self._counters: tuple[int, ...] = ()
+        """Autograd's counts of the changes of the weights, at the last pass."""
+
+    def for_forward(self, position: int) -> AbstractContextManager[None]:
+        """Return the context of forward at a position of the program."""
+        self._counters = tuple(weight._version for weight in self._weights)
+        return self._forward(position)
+
+    def for_backward(self, position: int) -> AbstractContextManager[None]:
+        """Return the context of backward at a position of the program."""
+        return self._backward(position)
+
+    def stepped(self) -> None:
+        """Note an optimizer step, while the parameters still have its gradients.
+
+        Autograd refuses backward of a chunk whose weights were changed after its forward, which is
+        meant here. So its counts of changes are set back.
+        """
+        self._version += 1
+        if self._counters:
+            torch._C._autograd._unsafe_set_version_counter(tuple(self._weights), self._counters)
+
+    def flush(self) -> None:
+        """Forget all versions but the current one: no chunk is between forward and backward."""
+        self._version, self._counters = 0, ()
+
+    def _forward(self, position: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _backward(self, position: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @contextmanager
+    def _changed(self, change: Callable[[], None]) -> Iterator[None]:
+        """Context that begins with a change of the weights in place, and takes it back."""
+        real = self._copies()
+        try:
+            change()
+            yield
+        finally:
+            self._fill(real)
+
+    def _holding(self, weights: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Context in which the parameters hold ``weights``."""
+        return self._changed(lambda: self._fill(weights))
+
+    def _copies(self) -> list[Tensor]:
+        return [weight.detach().clone() for weight in self._weights]
+
+    def _fill(self, weights: Sequence[Tensor]) -> None:
+        """Copy ``weights`` into the memory of the parameters, unseen by autograd."""
+        for own, weight in zip(self._weights, weights, strict=True):
+            own.data.copy_(weight)
+
+
+class Stash(Latest):
+    """PipeDream's weight stashing: backward with the weights of the chunk's forward."""
+
+    def __init__(self, steps: StageSteps) -> None:
+        super().__init__(steps)
+        self._stashed: dict[int, list[Tensor]] = {}
+        """Weights by version, of the chunks between forward and backward."""
+        self._versions: dict[int, int] = {}
+        """Versions of these chunks, by position."""
+
+    def flush(self) -> None:
+        """Forget all versions but the current one."""
+        super().flush()
+        self._stashed.clear()
+        self._versions.clear()
+
+    def _forward(self, position: int) -> AbstractContextManager[None]:
+        if self._gaps[position]:
+            self._versions[position] = self._version
+            if self._version not in self._stashed:
+                self._stashed[self._version] = self._copies()
+        return nullcontext()
+
+    def _backward(self, position: int) -> AbstractContextManager[None]:
+        version = self._versions.pop(position, self._version)
+        weights = self._stashed.get(version, [])
+        for unused in self._stashed.keys() - self._versions.values():
+            del self._stashed[unused]
+        return nullcontext() if version == self._version else self._holding(weights)
+
+
+class DoubleBuffered(Latest):
+    """PipeDream-2BW: forward and backward with the weights of one step before the last."""
+
+    def __init__(self, steps: StageSteps) -> None:
+        super().__init__(steps)
+        if max(steps.gaps, default=0) > 1:
+            raise InputError(
+                f"2bw: this program makes {max(steps.gaps)} optimizer steps between forward and "
+                "backward of a chunk, not 1; step after more chunks at once, at least as many as "
+                "there are stages, or try the policy stash"
+            )
+        self._newest: list[Tensor] | None = None
+        self._previous: list[Tensor] | None = None
+
+    def flush(self) -> None:
+        """Forget all versions but the current one."""
+        super().flush()
+        self._newest = self._previous = None
+
+    def stepped(self) -> None:
+        """Note an optimizer step."""
+        super().stepped()
+        self._previous, self._newest = self._newest, self._copies()
+
+    def _forward(self, position: int) -> AbstractContextManager[None]:
+        if self._newest is None:
+            self._newest = self._copies()
+        return nullcontext() if self._gaps[position] else self._backward(position)
+
+    def _backward(self, position: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._previous is None else self._holding(self._previous)
+
+
+class Predict(Latest):
+    """PipeOptim: forward with the weights that are predicted for backward."""
+
+    def __init__(self, steps: StageSteps) -> None:
+        super().__init__(steps)
+        self._prediction = StepPrediction(steps.optimizer, steps.rates)
+
+    def stepped(self) -> None:
+        """Note an optimizer step, while the parameters still have its gradients."""
+        super().stepped()
+        self._prediction.stepped()
+
+    def flush(self) -> None:
+        """Forget the last gradients, which no checkpoint holds; resuming gives the same bits."""
+        super().flush()
+        self._prediction.forget()
+
+    def _forward(self, position: int) -> AbstractContextManager[None]:
+        return self._predicted(self._gaps[position])
+
+    def _predicted(self, steps: int) -> AbstractContextManager[None]:
+        """Context in which the parameters hold the weights predicted for ``steps`` steps later."""
+        return self._changed(lambda: self._prediction.apply(steps)) if steps else nullcontext()
+
+
+class SpecTrain(Predict):
+    """SpecTrain: forward and backward with weights predicted for the same later step."""
+
+    def __init__(self, steps: StageSteps) -> None:
+        super().__init__(steps)
+        self._further = steps.depth // 2
+
+    def _forward(self, position: int) -> AbstractContextManager[None]:
+        return self._predicted(self._gaps[position] + self._further)
+
+    def _backward(self, position: int) -> AbstractContextManager[None]:
+        return self._predicted(self._further)
+
+
+class XPipe(Predict):
+    """Like XPipe: the first chunk of a step predicts the weights for all chunks of the step."""
+
+    def __init__(self, steps: StageSteps) -> None:
+        super().__init__(steps)
+        self._target = -1
+        """Version that is predicted."""
+        self._guess: list[Tensor] = []
+
+    def flush(self) -> None:
+        """Forget the last gradients and the prediction."""
+        super().flush()
+        self._target, self._guess = -1, []
+
+    def _forward(self, position: int) -> AbstractContextManager[None]:
+        gap = self._gaps[position]
+        target = self._version + gap
+        if target != self._target:
+            if not gap:
+                return nullcontext()
+            with self._predicted(gap):
+                self._target, self._guess = target, self._copies()
+        return self._holding(self._guess)
+
+
+WEIGHT_POLICIES: Registry[Callable[[StageSteps], WeightPolicy]] = Registry("weight policy")
+"""Weight policies by the name in a flag."""
+
+WEIGHT_POLICIES.add("latest", Latest)
+WEIGHT_POLICIES.add("stash", Stash)
+WEIGHT_POLICIES.add("2bw", DoubleBuffered)
+WEIGHT_POLICIES.add("predict", Predict)
+WEIGHT_POLICIES.add("spectrain", SpecTrain)
+WEIGHT_POLICIES.add("xpipe", XPipe)
