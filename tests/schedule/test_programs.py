@@ -187,7 +187,7 @@ def test_an_unknown_schedule_is_refused():
 
 def test_every_layer_is_in_exactly_one_stage():
     for runs in (((0, 2), (3, 4)), ((0, 2), (1, 4))):
-        with pytest.raises(InputError, match="is in no stage|is in stages.0."):
+        with pytest.raises(InputError, match=r"is in no stage|is in stages.0."):
             plan_of_runs(runs, 1, 1)
 
 
