@@ -10,9 +10,12 @@ from gnnpipe.errors import InputError
 from gnnpipe.perf import Profile
 from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
 from gnnpipe.plan import ModelGraph
-from gnnpipe.plan.cluster import MOST_DEVICES, Cluster
+from gnnpipe.plan.cluster import Cluster
 
 TIMES = "--hardware DEVICE:LINK, like h100:100gbe, or --profile FILE of `gnnpipe profile --save`"
+
+MOST_SEARCHED = 4096
+"""Devices that a plan may be searched for; the search takes half a minute for as many."""
 
 STAND_IN = "a100:100gbe"
 """Data sheets for the memory of a plan, which does not depend on times."""
@@ -62,8 +65,13 @@ def hardware_of(
         raise InputError(
             f"--devices {devices}: {cluster.source} says how many there are; leave one out"
         )
-    if devices is not None and not 1 <= devices <= MOST_DEVICES:
-        raise InputError(f"--devices {devices}: must be 1 to {MOST_DEVICES:,}")
+    if devices is not None and not 1 <= devices <= MOST_SEARCHED:
+        raise InputError(f"--devices {devices}: must be 1 to {MOST_SEARCHED:,}")
+    if cluster is not None and len(cluster.devices) > MOST_SEARCHED:
+        raise InputError(
+            f"{cluster.source}: number of devices {len(cluster.devices)}: must be at most "
+            f"{MOST_SEARCHED:,} for --plan auto"
+        )
     missing = []
     if cluster is None and devices is None:
         missing.append("the number of devices (--devices N, or --cluster FILE)")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from gnnpipe.documents import document_text, named
 from gnnpipe.errors import InputError
 from gnnpipe.plan import ALL_ROWS, LossRows, ModelGraph, Plan, RowWay, StageDag
-from gnnpipe.registry import Registry
+from gnnpipe.registry import Registry, nearest
 from gnnpipe.schedule import SCHEDULES
 
 
@@ -103,7 +103,7 @@ class GivenPlan:
     def read(cls, path: str) -> GivenPlan:
         """Read the plan of a JSON file; ``InputError`` if this fails."""
         source = f"--plan {path!r}"
-        hint = f"give a plan.json, or a planner: {', '.join(PLANNERS)}"
+        hint = f"give a plan.json or a planner; {nearest(path, PLANNERS)}"
         return cls(Plan.from_json(document_text(path, source, hint), source), source)
 
     def num_ranks(self, shape: Shape) -> int:
@@ -127,8 +127,8 @@ class GivenPlan:
             )
         if chunks * parts > vertices:
             raise InputError(
-                f"plan: chunks {chunks}: of {parts} parts each, for {vertices:,} vertices; try "
-                f"{vertices // parts} or fewer"
+                f"plan: chunks {chunks}: too many for {vertices:,} vertices (parts of a chunk by "
+                f"the shares: {parts}); try {vertices // parts} or fewer"
             )
 
 

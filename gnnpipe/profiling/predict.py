@@ -230,10 +230,10 @@ def _check_recomputation(config: TrainConfig, profile: Profile, plan: Plan | Non
         wanted = config.recompute or is_derived
         if wanted == profile.recompute or (is_derived and not profile.recompute):
             continue
-        which = "the run recomputes" if wanted else "the run does not"
-        if any(stages):
-            which = f"stage {i} of the plan does{'' if wanted else ' not'}"
+        which = f"stage {i} of the plan" if any(stages) else "the run"
+        does = "recomputes" if wanted else "does not recompute"
         had, needed = ("with", "without") if profile.recompute else ("without", "with")
         raise InputError(
-            f"profile: recompute: was taken {had} --recompute, and {which}; take one {needed}"
+            f"profile: recompute: was taken {had} --recompute, and {which} {does}; take one "
+            f"{needed} --recompute"
         )

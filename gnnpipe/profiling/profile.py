@@ -132,6 +132,11 @@ def _checked(config: TrainConfig) -> TrainConfig:
             )
     if config.plan not in set(PLANNERS):
         raise InputError(f"--plan {config.plan!r}: a profile serves every plan; leave it out")
+    if config.profile:
+        raise InputError(
+            f"--profile {config.profile!r}: is read by other commands; to write a profile, try "
+            f"--save {config.profile!r}"
+        )
     if config.comm_dtype == "auto":
         raise InputError(
             "--comm-dtype auto: the rows of a profile have one type; give same or bf16"

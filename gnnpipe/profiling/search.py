@@ -310,8 +310,8 @@ class RunPlanner:
         cluster: Cluster | None = self.world.share(self.cluster)
         if cluster is not None and len(cluster.devices) != self.world.world_size:
             raise InputError(
-                f"{cluster.source}: has {len(cluster.devices)} devices, and there are "
-                f"{self.world.world_size} ranks; give one device for each rank"
+                f"{cluster.source}: number of devices {len(cluster.devices)}, number of ranks "
+                f"{self.world.world_size}; give one device for each rank"
             )
         return cluster
 

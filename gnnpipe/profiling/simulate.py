@@ -262,8 +262,8 @@ def _simulate(
     """Simulates the scenario of a config by its profile, else by the data sheets ``hardware``."""
     if cluster is not None and ranks > len(cluster.devices):
         raise InputError(
-            f"{cluster.source}: has {len(cluster.devices)} devices, and {shape_text(config)} needs "
-            f"{ranks}; add devices, or try a smaller shape"
+            f"{cluster.source}: number of devices {len(cluster.devices)}, and "
+            f"{shape_text(config)} needs {ranks}; add devices, or try a smaller shape"
         )
     device_bytes: list[int] = []
     if cluster is not None:
@@ -273,7 +273,8 @@ def _simulate(
     scenario = scenario_with(config)
     config = scenario.config
     if device_bytes:
-        _check_memory(scenario, device_bytes, cluster is None)
+        source = f"--hardware {hardware}" if cluster is None else cluster.source
+        _check_memory(scenario, device_bytes, source, cluster is None)
     if profile is None:
         profile = hardware_profile(hardware or "", scenario.model, config)
         config = replace(config, kernel=profile.kernel)
@@ -339,10 +340,12 @@ def _with_twice_the_chunks(
         return None
 
 
-def _check_memory(scenario: Scenario, device_bytes: Sequence[int], is_open: bool) -> None:
+def _check_memory(
+    scenario: Scenario, device_bytes: Sequence[int], source: str, is_open: bool
+) -> None:
     """``InputError`` if a rank needs more memory than its device has; ``device_bytes`` by device.
 
-    ``is_open``: the number of devices is not given.
+    ``source``: where the memory is given. ``is_open``: the number of devices is not given.
     """
     over = [r for r, size in enumerate(scenario.memory_bytes) if size > device_bytes[r]]
     if not over:
@@ -360,5 +363,5 @@ def _check_memory(scenario: Scenario, device_bytes: Sequence[int], is_open: bool
     raise InputError(
         f"{shape_text(scenario.config)}, {plan.chunks} chunks: rank {worst} takes "
         f"{human_bytes(scenario.memory_bytes[worst])} (estimated), and its device has "
-        f"{human_bytes(device_bytes[worst])}; {hint}"
+        f"{human_bytes(device_bytes[worst])} ({source}); {hint}"
     )

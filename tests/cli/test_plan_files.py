@@ -114,7 +114,7 @@ PLANS = {
     "chunks left out": (("chunks",), GONE, ["chunks is missing"]),
     "chunks 0": (("chunks",), 0, ["chunks 0: must be at least 1"]),
     "chunks of text": (("chunks",), "two", ["chunks 'two': must be a whole number"]),
-    "chunks huge": (("chunks",), 10**9, ["chunks 1000000000: of 2 parts each, for 34 vertices"]),
+    "chunks huge": (("chunks",), 10**9, ["chunks 1000000000: too many for 34 vertices"]),
     "schedule unknown": (("schedule",), "layer-snc", ["schedule 'layer-snc'", "'layer-sync'?"]),
     "schedule 3": (("schedule",), 3, ["schedule 3: must be text"]),
     "comm_dtype unknown": (("comm_dtype",), "f8", ["comm_dtype 'f8': must be same or bf16"]),
@@ -285,3 +285,37 @@ def test_a_profile_without_links_names_the_link_and_the_command(
     link = "message" if "--stages" in flags else "exchange"
     assert line.startswith(f"--profile 'profile.json': {link}: was not measured; take the profile")
     assert "torchrun --nproc-per-node 2 -m gnnpipe profile" in line
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_a_plan_of_more_ranks_says_how_to_start_them(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    line = refusal([command, *SMALL, "--plan", "plan.json"], capsys)
+    assert line.startswith("--plan 'plan.json': need 3 ranks, not 1; try --plan auto or --plan uni")
+    assert "or type: torchrun --nproc-per-node 3" in line
+
+
+def test_a_resumed_run_names_the_plan_in_its_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    alone = changed(PLAN, ("stages",), [{"ops": [0, 1, 2, 3], "ranks": [0], "shares": [1.0]}])
+    (tmp_path / "plan.json").write_text(json.dumps(alone))
+    run = ["--epochs", "2", "--checkpoint-every", "2", "--no-predict", "--quiet", "--out", "run"]
+    assert main(["train", *SMALL, "--plan", "plan.json", *run]) == 0
+    capsys.readouterr()
+    again = ["train", "--resume", "run", "--epochs", "4", "--quiet"]
+    for plan, words in {
+        json.dumps(PLAN): "need 3 ranks, not 1; try --plan auto or --plan uniform",
+        json.dumps(changed(alone, ("stages", 0, "ops"), [0, 1, 2])): "is for 3 layers, and gcn has",
+        json.dumps(alone | {"chunk": 2}): "'chunk' is not a field; did you mean 'chunks'?",
+        "": "not JSON",
+    }.items():
+        (tmp_path / "run" / "plan.json").write_text(plan)
+        assert refusal(again, capsys).startswith(f"--plan 'run/plan.json': {words}")
+    assert main([*again, "--plan", "uniform"]) == 0
+
+
+def test_a_planner_is_suggested_for_a_name_that_is_no_file(capsys):
+    line = refusal(["train", *SMALL, "--plan", "unifrm"], capsys)
+    assert "--plan 'unifrm': cannot be read" in line
+    assert "did you mean 'uniform'?" in line

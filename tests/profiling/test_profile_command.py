@@ -1,5 +1,7 @@
 """`gnnpipe profile`, end to end, on one rank and on two."""
 
+import time
+
 import pytest
 import torch
 from helpers import run_ranks, small_graph
@@ -62,6 +64,23 @@ def test_a_profile_of_one_rank(tmp_path, capsys):
     assert f"profile: {path}" in out
 
 
+def test_a_rank_that_waits_for_a_core_is_told_and_recorded(tmp_path, capsys, monkeypatch):
+    measure = profile.measure_steps
+
+    def disturbed(*given):
+        start_s = time.perf_counter()
+        found = measure(*given)
+        time.sleep(time.perf_counter() - start_s)  # as long as the measurement
+        return found
+
+    monkeypatch.setattr(profile, "measure_steps", disturbed)
+    path = tmp_path / "profile.json"
+    assert main([*SMALL, "--staleness", "exact", "--save", str(path)]) == 0
+    found = Profile.from_json(path.read_text())
+    assert 0.4 < found.waiting_share < 1
+    assert f"a rank waited for a core for {found.waiting_share:.0%}" in capsys.readouterr().out
+
+
 def test_without_a_name_nothing_is_written(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*SMALL, "--staleness", "exact"]) == 0
@@ -78,6 +97,8 @@ def test_without_a_name_nothing_is_written(tmp_path, capsys, monkeypatch):
         (["--save", "no/where.json"], ["--save 'no/where.json'", "'no'"]),
         (["--dataset", "krate"], ["--dataset", "karate"]),
         (["--chunks", "35"], ["--chunks 35", "34"]),
+        (["--profile", "p.json"], ["--profile 'p.json'", "try --save 'p.json'"]),
+        (["--row-way", "columns"], ["--row-way columns", "--shards 1"]),
         (["--plan", "p.json"], ["--plan 'p.json'", "leave it out"]),
         (["--model", "net.py:make"], ["net.py, line 6"]),
         (["--seeds", "2"], ["--seeds", "not a flag of `gnnpipe profile`", "`gnnpipe train`"]),

@@ -1,6 +1,8 @@
 """``--plan auto`` in the commands: runs, wrong input, and graphs that are here."""
 
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -122,15 +124,51 @@ def test_the_peak_of_the_setup_is_no_memory_of_a_device():
         (["--devices", "4"], "--plan auto: give the times of the ops (--hardware DEVICE"),
         ([], "--plan auto: give the number of devices (--devices N, or --cluster FILE) and the "),
         (["--hardware", "a100:100gb", "--devices", "4"], "did you mean '100gbe'?"),
-        (["--hardware", "a100:100gbe", "--devices", "0"], "--devices 0: must be 1 to"),
+        (["--hardware", "a100:100gbe", "--devices", "0"], "--devices 0: must be 1 to 4,096"),
+        (["--hardware", "a100:100gbe", "--devices", "4097"], "--devices 4097: must be 1 to"),
+        (["--hardware", "a100:100gbe", "--cluster", "c.toml"], "c.toml': number of devices 4097"),
         (["--hardware", "a100:100gbe", "--devices", "2", "--stages", "2"], "--stages 2: no effect"),
     ],
 )
-def test_wrong_input_is_told_in_a_line(flags, message, capsys):
+def test_wrong_input_is_told_in_a_line(flags, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    many = Cluster((Device(1.0, 10**9),) * 4097, Link(1e9, 1e-5))
+    (tmp_path / "c.toml").write_text(many.to_toml())
     assert main(["simulate", "--plan", "auto", "--shape", SHAPE, *flags]) != 0
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_info_says_at_once_what_a_search_lacks(capsys):
+    assert main(["info", "--plan", "auto", "--dataset", "debian"]) == 2
+    error = capsys.readouterr().err
+    for word in ("--devices N, or --cluster FILE", "--hardware DEVICE:LINK", "--profile FILE"):
+        assert word in error
+
+
+@pytest.mark.slow
+def test_a_search_that_lacks_devices_is_refused_before_torch_is_loaded():
+    code = "import sys; from gnnpipe.cli.main import main; code = main(sys.argv[1:]); "
+    code += "sys.exit(code if 'torch' not in sys.modules else 9)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "info", "--plan", "auto", "--dataset", "debian"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+
+
+def test_the_runner_up_stands_beside_the_time_of_the_plan():
+    config = TrainConfig(**SETTINGS | {"dataset": "synthetic:planted:n=2000"}, plan="auto")
+    found = gnnpipe.simulate(config, hardware="a100:100gbe", devices=2)
+    (line,) = [line for line in found.lines() if line.startswith("runner-up: ")]
+    other, more, own = re.search(
+        r"predicted (\S+) s an epoch, (\S+)% more than the (\S+) s of the plan", line
+    ).groups()
+    assert float(other) / float(own) - 1 == pytest.approx(float(more) / 100, abs=2e-3)
 
 
 def test_devices_need_the_search():

@@ -283,7 +283,11 @@ def test_what_is_not_on_the_path_changes_nothing():
         (["--hardware", "h100:10gbe", "--shape", SHAPE, "--stages", "9"], ["--stages 9"]),
         (
             ["--hardware", "h100:10gbe", "--shape", "vertices=3e9,edges=6e10,features=1,classes=2"],
-            ["rank 0 takes", "its device has 74.5 GiB", "fits; try that"],
+            [
+                "rank 0 takes",
+                "its device has 74.5 GiB (--hardware h100:10gbe); by estimate",
+                "fits; try that",
+            ],
         ),
     ],
 )
@@ -305,7 +309,7 @@ def test_more_ranks_than_devices(tmp_path, capsys):
     )
     assert main(["simulate", *MADE_UP, "--stages", "2", "--cluster", str(path)]) == 2
     err = capsys.readouterr().err
-    assert f"--cluster '{path}': has 1 devices, and --stages 2 --shards 1 needs 2; add" in err
+    assert f"--cluster '{path}': number of devices 1, and --stages 2 --shards 1 needs 2; add" in err
 
 
 def test_the_cluster_of_the_page(tmp_path):

@@ -69,6 +69,8 @@ class Pass:
         return found
 
     def _pack(self, tensor: Tensor):
+        if tensor.is_sparse:
+            return tensor
         for name, weight in self.weights.items():
             if tensor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr():
                 return name, tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -118,6 +120,8 @@ class AsyncReference:
         """Loss by pass, of the last run."""
         self.rate: Callable[[int], float] | None = None
         """Learning rate by step; by default that of the optimizer."""
+        self.loss_scale = 1.0
+        """Factor of the gradients, not of ``losses``."""
         self.before_step: Callable[[int], None] | None = None
         """Called with a stage before each of its steps, whose gradients are in ``.grad``."""
         self._depths = [self._depth(k) for k in range(len(self.stages))]
@@ -177,7 +181,7 @@ class AsyncReference:
         one = self._passes[k][number]
         one.saved_as = self._for_backward(k, number)
         if "loss" in one.outputs:
-            one.outputs["loss"].backward()
+            (self.loss_scale * one.outputs["loss"]).backward()
         else:
             grads: dict[str, Tensor] = {}
             for reader in self._readers(k):

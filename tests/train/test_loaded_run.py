@@ -30,6 +30,15 @@ def test_a_built_in_model_and_its_dataset(tmp_path):
     assert loaded.plan.num_ranks == 1
 
 
+def test_a_run_whose_rows_travel_by_columns_is_loaded_on_one_rank(tmp_path):
+    trainer = Trainer(config(tmp_path, dataset="karate"))
+    trainer.fit()
+    file = tmp_path / "run" / "config.toml"
+    two = file.read_text().replace("shards = 1", "shards = 2")
+    file.write_text(two.replace('row_way = "halo"', 'row_way = "columns"'))
+    assert torch.equal(Trainer.load(tmp_path / "run").predict(), trainer.predict())
+
+
 def test_own_parts_are_passed_again_and_other_graphs_fit(tmp_path):
     torch.manual_seed(0)
     model = pyg.GraphSAGE(7, 8, 2, 3)

@@ -1,0 +1,108 @@
+"""A profile fits a run if all stages recompute as in it; warnings of a busy machine."""
+
+from dataclasses import replace
+
+import pytest
+from helpers import small_graph
+from profiles import prepared_of, profile_of
+
+from gnnpipe.errors import InputError
+from gnnpipe.perf import Profile
+from gnnpipe.plan import Plan, StagePlan
+from gnnpipe.profiling.predict import check_profile
+from gnnpipe.profiling.steps import work_of
+from gnnpipe.setup.chunk_sizes import chunk_sizes
+
+
+def plan_of(*recompute):
+    """A plan of 4 layers in two stages, which recompute or not."""
+    stages = [StagePlan((0, 1), (0,), (1.0,)), StagePlan((2, 3), (1,), (1.0,))]
+    of_stage = zip(stages, recompute, strict=True)
+    return Plan(tuple(replace(s, recompute=r) for s, r in of_stage), 2, "layer-sync")
+
+
+@pytest.mark.parametrize(
+    ("flag", "by_stage", "measured", "told"),
+    [
+        (False, (False, False), False, ""),
+        (True, (False, False), True, ""),
+        # The times of a stage that the plan recomputes are derived.
+        (False, (True, False), False, ""),
+        (True, (True, True), False, ""),
+        (False, (True, True), True, ""),
+        (
+            False,
+            (True, False),
+            True,
+            "with --recompute, and stage 1 of the plan does not recompute",
+        ),
+        (True, (True, False), False, "without --recompute, and stage 1 of the plan recomputes"),
+        (
+            True,
+            (False, False),
+            False,
+            "without --recompute, and the run recomputes; take one with ",
+        ),
+        (False, (False, False), True, "with --recompute, and the run does not recompute"),
+    ],
+)
+def test_recomputation_is_compared_by_stage(flag, by_stage, measured, told):
+    prepared = prepared_of(layers=4, recompute=flag)
+    profile = profile_of(prepared.model_graph, recompute=measured)
+    if not told:
+        check_profile(prepared.config, profile, 2, False, plan_of(*by_stage))
+        return
+    with pytest.raises(InputError, match=told):
+        check_profile(prepared.config, profile, 2, False, plan_of(*by_stage))
+
+
+def test_steps_of_a_stage_that_recomputes_are_fitted_as_the_costs_derive_them():
+    """The work of backward contains that of forward, without the sums over edges that are kept."""
+    found = []
+    for recomputes in (False, True):
+        prepared = prepared_of(small_graph(), layers=3, chunks=2, staleness="exact")
+        (stage,) = prepared.plan.stages
+        plan = replace(prepared.plan, stages=(replace(stage, recompute=recomputes),))
+        prepared = replace(prepared, dag=replace(prepared.dag, plan=plan))
+        found.append(work_of(("backward", 0, 0, 2), prepared, chunk_sizes(prepared), 0))
+    plain, again = found
+    added = {part: work for part, work in again.items() if part not in plain}
+    assert again == plain | added
+    assert {part for _, part in added} == {"forward_before", "forward_after"}
+    for (kind, part), work in added.items():
+        of_backward = plain[kind, part.replace("forward", "backward")]
+        assert (work.rows, work.times) == (of_backward.rows, of_backward.times)
+        assert of_backward.edges > 0
+        assert work.edges == (0 if part == "forward_after" else of_backward.edges)
+
+
+def with_errors(profile, error, waiting):
+    compute = [
+        replace(t, ops={k: replace(op, relative_error=error) for k, op in t.ops.items()})
+        for t in profile.compute
+    ]
+    return replace(profile, compute=tuple(compute), waiting_share=waiting)
+
+
+@pytest.mark.parametrize(
+    ("error", "waiting", "told"),
+    [
+        (0.25, 0.1, []),
+        (0.4, 0.0, ["warning: the fit of gcn", "is off by 40%; measure again"]),
+        (
+            0.1,
+            0.34,
+            ["warning: the machine was busy: a rank waited for a core for 34% of the time"],
+        ),
+        (0.4, 0.34, ["is off by 40% and the machine was busy", "on an idle machine"]),
+    ],
+)
+def test_a_profile_warns_of_bad_fits_and_of_a_busy_machine(error, waiting, told):
+    profile = with_errors(profile_of(prepared_of().model_graph), error, waiting)
+    lines = [line for line in profile.lines() if line.startswith("warning: ")]
+    assert len(lines) == bool(told)
+    for word in told:
+        assert word in lines[0]
+    read = Profile.from_json(profile.to_json())
+    assert read.waiting_share == waiting
+    assert read.doubts() == profile.doubts()
