@@ -179,3 +179,16 @@ def test_the_plan_of_a_file_gives_the_schedule():
         .fit()
         .history
     ]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "async"])
+def test_an_epoch_is_predicted_from_epochs_of_fill_drain(schedule):
+    settings = {"chunks": 4, "schedule": schedule, "eval_every": 5, "layers": 3, "hidden": 8}
+    run = quick_config(epochs=12, **settings)
+    trainer = Trainer(run, small_graph())
+    result = trainer.fit()
+    assert result.predicted_epoch_time_s > 0
+    assert result.predicted_time_shares[0].epoch_s == pytest.approx(result.predicted_epoch_time_s)
+    # The profile leaves no trace in the run.
+    plain = Trainer(quick_config(epochs=12, predict=False, **settings), small_graph()).fit()
+    assert [row.loss for row in plain.history] == [row.loss for row in result.history]
