@@ -176,10 +176,11 @@ class Settings:
         choices=("same", "bf16", "auto"),
     )
     lr_schedule: str = _training(
-        "constant",
-        "learning rate schedule: constant, cosine (half a cosine, down to 0 after the last epoch) "
-        "or plateau (halved when the validation metric has not improved for --lr-patience epochs)",
-        choices=("constant", "cosine", "plateau"),
+        "auto",
+        "learning rate schedule: constant, cosine (half a cosine, down to 0 after the last epoch), "
+        "plateau (halved when the validation metric has not improved for --lr-patience epochs) or "
+        "auto (cosine with several optimizer steps an epoch, else constant)",
+        choices=("auto", "constant", "cosine", "plateau"),
     )
     warmup_epochs: int = _training(
         0, "epochs at the start over which the learning rate rises linearly to --lr", low=0
@@ -399,6 +400,19 @@ class Settings:
     def loggers(self) -> tuple[str, ...]:
         """The names in ``log``."""
         return tuple(self.log.split(",")) if self.log else ()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps an epoch, unless a plan file has another schedule."""
+        if self.schedule not in BY_CHUNK:
+            return 1
+        return self.chunks // (self.steps_every or (1 if self.schedule == "async" else self.chunks))
+
+    def lr_schedule_with(self, steps: int) -> str:
+        """The learning rate schedule for ``steps`` optimizer steps an epoch."""
+        if self.lr_schedule != "auto":
+            return self.lr_schedule
+        return "cosine" if steps > 1 else "constant"
 
     @property
     def kept_epoch(self) -> str:

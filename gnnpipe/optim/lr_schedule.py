@@ -18,12 +18,23 @@ SchedulerFactory: TypeAlias = Callable[[Optimizer], Scheduler]
 """Makes a scheduler, which steps once an epoch, for the optimizer of a rank."""
 
 
+def rate_scale(steps: int) -> float:
+    """Factor on a learning rate that is right for one step an epoch, with ``steps`` of them.
+
+    The gradient of a step is then that of a chunk, whose noise grows with the number of chunks. The
+    square root is the rule for Adam when the batch becomes smaller (arXiv 2205.10287); here it was
+    checked for 8 to 128 steps (docs/how-to/train-with-fewer-epochs.md).
+    """
+    return 1 / math.sqrt(steps)
+
+
 class LearningRate:
     """Learning rate of one optimizer; every rank has one, and all get the same metrics.
 
     From the settings: a linear warm-up from lr / (warm-up epochs + 1), then one of: constant; a
     half cosine down to 0 over the remaining epochs; halved whenever the validation metric has not
-    improved for ``lr_patience`` epochs. Or a user's scheduler.
+    improved for ``lr_patience`` epochs. With n optimizer steps an epoch all rates are divided by
+    the square root of n. Or a user's scheduler, whose rates are taken as they are.
     """
 
     def __init__(
@@ -32,9 +43,20 @@ class LearningRate:
         config: TrainConfig,
         factory: SchedulerFactory | None = None,
         is_error: bool = False,
+        steps: int = 1,
     ) -> None:
-        """``is_error``: a smaller validation metric is better."""
+        """Start the schedule.
+
+        Args:
+            optimizer: Its groups have the learning rates for one step an epoch.
+            config: The settings.
+            factory: Makes the user's scheduler; then those of the settings are not used.
+            is_error: A smaller validation metric is better.
+            steps: Optimizer steps an epoch.
+        """
         self._optimizer, self._config = optimizer, config
+        self._name = config.lr_schedule_with(steps)
+        self._scale = rate_scale(steps) if factory is None else 1.0
         self._factory, self._is_error = factory, is_error
         # Some schedulers change more than the learning rate.
         self._first = [
@@ -60,7 +82,7 @@ class LearningRate:
         for group, first in zip(self._optimizer.param_groups, self._first, strict=True):
             group.pop("initial_lr", None)
             group.update(first)
-            group["lr"] = first["lr"] * factor
+            group["lr"] = first["lr"] * self._scale * factor
         if self._factory is None:
             self._early, self._late = self._warm_up(), self._by_name()
         else:
@@ -123,11 +145,11 @@ class LearningRate:
     def _by_name(self) -> Scheduler | None:
         """The schedule after the warm-up; ``None``: constant."""
         config = self._config
-        if config.lr_schedule == "cosine":
+        if self._name == "cosine":
             # Starts from the rate at the end of the warm-up, where it is first stepped.
             left = config.epochs - config.warmup_epochs
             return lr_scheduler.CosineAnnealingLR(self._optimizer, T_max=left)
-        if config.lr_schedule == "plateau":
+        if self._name == "plateau":
             return lr_scheduler.ReduceLROnPlateau(
                 self._optimizer,
                 mode="min" if self._is_error else "max",
@@ -147,7 +169,7 @@ def check_scheduler(config: TrainConfig, factory: SchedulerFactory | None) -> No
             f"scheduler: is a {type(factory).__name__}; pass a function of the optimizer, such as "
             "lambda optimizer: CosineAnnealingLR(optimizer, epochs)"
         )
-    if config.lr_schedule != "constant":
+    if config.lr_schedule not in ("auto", "constant"):
         raise InputError(
             f"--lr-schedule {config.lr_schedule}: a scheduler was passed in, too; leave one out"
         )

@@ -144,7 +144,7 @@ class StepRates:
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Count the steps of ``optimizer`` from now on."""
-        self._optimizer = optimizer
+        self._groups = optimizer.param_groups  # not the optimizer, which holds the hook
         optimizer.register_step_post_hook(self._note_step)
         self._by_epoch: Sequence[Sequence[float]] = ()
         self._steps_per_epoch, self._done = 1, 0
@@ -161,7 +161,7 @@ class StepRates:
         epoch = (self._done + ahead) // self._steps_per_epoch
         if epoch < len(self._by_epoch):
             return self._by_epoch[epoch]
-        return [float(group["lr"]) for group in self._optimizer.param_groups]
+        return [float(group["lr"]) for group in self._groups]
 
 
 class StepPrediction:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -64,6 +64,19 @@ class WeightUpdate:
     """``None``: every pass computes with the newest weights."""
 
 
+@dataclass(eq=False)
+class _Running:
+    """A program that is being executed."""
+
+    program: CheckedProgram
+    order: Sequence[int]
+    """The chunk of every pass."""
+    policy: WeightPolicy | None = None
+    epoch_end: Callable[[], None] | None = None
+    new_losses: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Chunk and loss of the passes since the last step."""
+
+
 class Executor:
     """Interpreter of the programs of one plan, on one rank."""
 
@@ -97,8 +110,6 @@ class Executor:
         self.exchanges = exchanges
         self.optimizer = update.optimizer
         self.weight_policy = update.policy
-        self._policy: WeightPolicy | None = None
-        """The policy in a program with steps by chunk."""
         self.forecaster = forecaster
         self.label_inputs: LabelInputs | None = None
         """Labels that are inputs, if there are any."""
@@ -111,23 +122,19 @@ class Executor:
         its loss or gradients are not finite."""
         self.faulty_chunks: list[int] = []
         """Chunks whose loss was not finite in the last program."""
-        self._epoch_end: Callable[[], None] | None = None
         self.epoch_bytes = CommVolume(0, 0, 0, 0)
         """Bytes that this rank sent in an epoch of the last training program."""
         self._widths_in = {t.source: t.widths for t in dag.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in dag.sends(mesh.stage)}
         self._types = {k: v for t in dag.transfers for k, v in t.types.items()}
         self._probe_bytes = 0
-        self._order: Sequence[int] = range(self.num_chunks)
-        self._program: CheckedProgram | None = None
+        self._running: _Running | None = None
         self._next: Action | None = None
         self._at: tuple[Action, int] | None = None
         """Current action and epoch."""
         self._leaving: dict[int, dict[str, Tensor]] = {}
         """Values or gradients for other stages, by position."""
         self._results: dict[int, dict[str, Tensor]] = {}
-        self._new_losses: list[tuple[int, Tensor]] = []
-        """Chunk and loss of the passes since the last step."""
 
     def run(
         self,
@@ -164,45 +171,46 @@ class Executor:
             self.has_stepped, self.faulty_chunks = True, []
         self.gradient_sum.forget()
         self.stage.begin(epoch, training, program.is_exact, program.steps_by_chunk)
-        self._epoch_end = epoch_end
-        self._policy = self.weight_policy if training and program.steps_by_chunk else None
-        self._pass(program, order, epoch)
-        self._epoch_end = None  # holds the caller
-        if training:
-            self._flush(program)
+        policy = self.weight_policy if training and program.steps_by_chunk else None
+        self._pass(_Running(program, order, policy, epoch_end), epoch)
+        if training and not _steps_together(program):
+            self._tell_faults()
         self.stage.end(self.has_stepped)
         if training:
             sent = zip(before, self._sent_bytes(), strict=True)
             self.epoch_bytes = CommVolume(*((b - a) // program.epochs for a, b in sent))
         return self._results
 
-    def _flush(self, program: CheckedProgram) -> None:
-        """End a training program; if stages stepped on their own, tell all ranks of faults."""
-        if self._policy is not None:
-            self._policy.flush()
-        if not _steps_together(program):
-            has_fault = float(not self.has_stepped or bool(self.faulty_chunks))
-            self.has_stepped = not self.mesh.sum([has_fault])[0]
+    def _tell_faults(self) -> None:
+        """Tell all ranks of steps that stages have skipped on their own."""
+        has_fault = float(not self.has_stepped or bool(self.faulty_chunks))
+        self.has_stepped = not self.mesh.sum([has_fault])[0]
 
-    def _pass(self, program: CheckedProgram, order: Sequence[int], epoch: int) -> None:
-        """Execute the actions of one pass that has begun."""
-        self._order, self._program = order, program
-        self._results = {}
-        self._new_losses.clear()
+    def _pass(self, running: _Running, epoch: int) -> None:
+        """Execute the actions of a program that has begun."""
+        self._running, self._results = running, {}
         try:
             with self._weight_hooks.held_back():
-                self._walk(program.stages[self.mesh.stage], epoch)
+                self._walk(running.program.stages[self.mesh.stage], epoch)
         except BaseException:
             self.stage.abandon()
-            if self._policy is not None:
-                self._policy.flush()
             self._results.clear()
             self._leaving.clear()
             self.p2p.abandon()
             raise
+        finally:
+            running.epoch_end = None  # holds the caller
+            if running.policy is not None:
+                running.policy.flush()
         self.mesh.recorder.end_actions()
         self.p2p.drain()
         self._leaving.clear()
+
+    @property
+    def _now(self) -> _Running:
+        """The program that is being executed."""
+        assert self._running is not None
+        return self._running
 
     def _prepare_labels(self, labels: LabelInputs, epoch: int, training: bool) -> None:
         """Write the label inputs of a pass; label iterations predict the other vertices' inputs."""
@@ -216,7 +224,7 @@ class Executor:
                     self.stage.begin_label_iteration(iterations.dropout_epoch(epoch, number))
                 else:
                     self.stage.begin(epoch, False)
-                self._pass(iterations.program, range(self.num_chunks), epoch)
+                self._pass(_Running(iterations.program, range(self.num_chunks)), epoch)
                 self.stage.end()
                 labels.write(self._predicted(iterations))
 
@@ -290,11 +298,11 @@ class Executor:
         return values
 
     def _forward(self, action: Action) -> None:
-        chunk = self._order[action.position]
+        chunk = self._now.order[action.position]
         if action.steps[0] == 0:
             values = self._take(Direction.FORWARD, self._widths_in, action.position)
             self.stage.enter(chunk, values, action.position // self.num_chunks)
-        policy = self._policy
+        policy = self._now.policy
         with nullcontext() if policy is None else policy.for_forward(action.position):
             values = self.stage.forward(chunk, range(*action.steps))
         if action.steps[1] == self.stage.num_steps:
@@ -305,18 +313,17 @@ class Executor:
                 return
             self._results[action.position] = values
             if "loss" in values:
-                self._new_losses.append((chunk, values["loss"]))
+                self._now.new_losses.append((chunk, values["loss"]))
 
     def _backward(self, action: Action) -> None:
-        chunk = self._order[action.position]
+        chunk = self._now.order[action.position]
         if action.steps[1] == self.stage.num_steps:
             if self._widths_out:
                 grads = self._take(Direction.BACKWARD, self._widths_out, action.position)
                 self.stage.seed(chunk, grads)
             else:
-                assert self._program is not None
-                self.stage.seed_loss(chunk, self._program.loss_scale)
-        policy = self._policy
+                self.stage.seed_loss(chunk, self._now.program.loss_scale)
+        policy = self._now.policy
         with nullcontext() if policy is None else policy.for_backward(action.position):
             grads = self.stage.backward(chunk, range(*action.steps), self._next_chunk(action))
         if action.steps[0] == 0 and self._widths_in:
@@ -325,7 +332,7 @@ class Executor:
     def _next_chunk(self, action: Action) -> int | None:
         """Return the chunk whose exchange of gradients may start early, if any."""
         following = self._next if action.is_repeated_by(self._next) else None
-        return None if following is None else self._order[following.position]
+        return None if following is None else self._now.order[following.position]
 
     def _forecast(self, action: Action) -> None:
         assert self.forecaster is not None
@@ -334,8 +341,8 @@ class Executor:
 
     def _carry(self, action: Action) -> None:
         assert self.forecaster is not None
-        assert self._program is not None
-        self.forecaster.carry(self._order, self._program.stale_pairs(self.mesh.stage))
+        stale_pairs = self._now.program.stale_pairs(self.mesh.stage)
+        self.forecaster.carry(self._now.order, stale_pairs)
 
     def _widths(self, action: Action) -> Mapping[str, int]:
         """Return name and width of the values in a send or receive."""
@@ -351,10 +358,10 @@ class Executor:
             for name in named
         }
         self.p2p.send(action.kind.direction, action.position, named, pieces)
-        assert self._program is not None
-        if self._program.steps_by_chunk:
+        program = self._now.program
+        if program.steps_by_chunk:
             # Later passes of the stage needed what came back for these sends.
-            self.p2p.free(action.position - self._program.most_in_flight - 1)
+            self.p2p.free(action.position - program.most_in_flight - 1)
         following = self._next
         if following is None or following != replace(action, peer=following.peer):
             del self._leaving[action.position]  # no other stage gets the values
@@ -377,19 +384,19 @@ class Executor:
 
     def _chunk(self, action: Action) -> int:
         """Return the chunk of an action, or its ``SpecialPosition``."""
-        return self._order[action.position] if action.position >= 0 else action.position
+        return self._now.order[action.position] if action.position >= 0 else action.position
 
     def _reduce(self, action: Action) -> None:
         self.gradient_sum.begin(range(*action.steps))
 
     def _step(self, action: Action) -> None:
-        assert self._program is not None
+        now = self._now
         self.gradient_sum.finish()
         self._weight_hooks.call()
-        losses = [(chunk, float(loss)) for chunk, loss in self._new_losses]
-        self._new_losses.clear()
+        losses = [(chunk, float(loss)) for chunk, loss in now.new_losses]
+        now.new_losses.clear()
         self.faulty_chunks += [chunk for chunk, loss in losses if not math.isfinite(loss)]
-        if _steps_together(self._program):
+        if _steps_together(now.program):
             steps = self.grad_clip.passes(sum(loss for _, loss in losses))
         else:
             steps = self.grad_clip.passes_in_stage()
@@ -399,15 +406,15 @@ class Executor:
         if self.optimizer is not None:
             if steps:
                 self.optimizer.step()
-                if self._policy is not None:
-                    self._policy.stepped()
+                if now.policy is not None:
+                    now.policy.stepped()
             # Also of weights that the optimizer does not step: their gradients would add up.
             for _, parameter in self.stage.stage_module.named_parameters():
                 parameter.grad = None
         done = action.position + 1
-        is_inner = done % self.num_chunks == 0 and 0 < done < self._program.passes
-        if is_inner and self._epoch_end is not None:
-            self._epoch_end()
+        is_inner = done % self.num_chunks == 0 and 0 < done < now.program.passes
+        if is_inner and now.epoch_end is not None:
+            now.epoch_end()
 
 
 def _steps_together(program: CheckedProgram) -> bool:

@@ -136,11 +136,12 @@ def last_epoch_of(config: TrainConfig, epochs: int | None, done: int) -> int:
     if epochs is not None and not (is_number and epochs > 0):
         raise InputError(f"fit: epochs = {epochs!r}; give a whole number of at least 1")
     last_epoch = done + (config.epochs if epochs is None else epochs)
-    if last_epoch > config.epochs and config.lr_schedule == "cosine":
+    is_cosine = config.lr_schedule_with(config.steps_per_epoch) == "cosine"
+    if last_epoch > config.epochs and is_cosine:
         raise InputError(
-            f"--lr-schedule cosine: the learning rate is 0 after --epochs {config.epochs}, and "
-            f"fit is to train up to epoch {last_epoch}; make the Trainer with epochs={last_epoch} "
-            "and call fit(epochs=...) for a part of them, or pass a scheduler"
+            f"--lr-schedule {config.lr_schedule}: the learning rate is 0 after --epochs "
+            f"{config.epochs}, and fit is to train up to epoch {last_epoch}; make the Trainer with "
+            f"epochs={last_epoch} and call fit(epochs=...) for a part of them, or pass a scheduler"
         )
     return last_epoch
 

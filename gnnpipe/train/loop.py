@@ -92,7 +92,11 @@ class Loop:
         self.sent_bytes: list[int] = []
         """Bytes sent in the last epoch, over all ranks, by axis (see ``CommVolume``)."""
         self._learning_rate = LearningRate(
-            executor.optimizer, config, self.scheduler, self._is_error
+            executor.optimizer,
+            config,
+            self.scheduler,
+            self._is_error,
+            self.prepared.program.consistency.optimizer_steps or 1,
         )
         if self._learning_rate.reads_metric:
             reason = why_not_validated(self.prepared.graph, self.prepared.metric)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from helpers import quick_config
 
+from gnnpipe.errors import InputError
 from gnnpipe.optim.lr_schedule import LearningRate
+from gnnpipe.setup.inputs import last_epoch_of
 from gnnpipe.verification.reference import learning_rate
 
 
@@ -93,3 +95,56 @@ def test_coming_rates_are_those_that_come_and_asking_changes_nothing(schedule, p
     assert walked(*asked, past) == expected[:past]
     assert asked[1].coming(5) == [[lr for lr, _ in one] for one in expected[past : past + 5]]
     assert walked(*asked, 9) == expected[past:]
+
+
+def with_steps(steps, factory=None, **settings):
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.4, 0.1)]
+    optimizer = torch.optim.SGD(groups)
+    config = quick_config(lr=0.4, epochs=8, **settings)
+    learning_rate = LearningRate(optimizer, config, factory, steps=steps)
+    found = []
+    for _ in range(8):
+        found.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        learning_rate.step(None)
+    return found
+
+
+@pytest.mark.parametrize("name", ["auto", "constant", "cosine"])
+@pytest.mark.parametrize("steps", [1, 4, 9])
+def test_several_steps_an_epoch_take_smaller_rates_that_fall_by_themselves(name, steps):
+    found = with_steps(steps, lr_schedule=name)
+    is_falling = name == "cosine" or (name == "auto" and steps > 1)
+    for epoch, rates_now in enumerate(found):
+        factor = (1 + math.cos(math.pi * epoch / 8)) / 2 if is_falling else 1
+        expected = [lr * factor / math.sqrt(steps) for lr in (0.4, 0.1)]
+        assert rates_now == pytest.approx(expected, rel=1e-12)
+
+
+def test_rates_of_a_scheduler_are_taken_as_they_are():
+    def halving(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    assert with_steps(16, halving) == [[0.4 * 0.5**e, 0.1 * 0.5**e] for e in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, 1),
+        ({"schedule": "1f1b"}, 1),
+        ({"schedule": "1f1b", "steps_every": 3}, 4),
+        ({"schedule": "async"}, 12),
+        ({"schedule": "async", "steps_every": 6}, 2),
+    ],
+)
+def test_steps_an_epoch_by_the_flags(settings, steps):
+    assert quick_config(chunks=12, **settings).steps_per_epoch == steps
+
+
+def test_a_rate_that_ends_at_0_is_not_trained_further():
+    config = quick_config(chunks=4, schedule="async", epochs=5)
+    assert last_epoch_of(config, None, 0) == 5
+    with pytest.raises(InputError, match="--lr-schedule auto: the learning rate is 0 after"):
+        last_epoch_of(config, None, 5)
+    assert last_epoch_of(quick_config(epochs=5), None, 5) == 10

@@ -109,7 +109,8 @@ def reference_of(prepared, graph, stages, distances, policy, optimizer, every):
         one.data |= {"count": int(graph.train_mask.sum()), "n": graph.num_vertices}
     reference = AsyncReference(stages, chunks, policy, OPTIMIZERS[optimizer])
     steps = CHUNKS // every
-    reference.rate = lambda step: LR * 0.5 * (1 + math.cos(math.pi * (step // steps) / EPOCHS))
+    rate = LR / math.sqrt(steps)
+    reference.rate = lambda step: rate * 0.5 * (1 + math.cos(math.pi * (step // steps) / EPOCHS))
 
     def run(first, last):
         walk = [(e, int(c)) for e in range(first, last) for c in prepared.chunk_order(e)]

@@ -163,6 +163,7 @@ def difference(stages, shards, chunks, schedule, every=None, epochs=(2, 2), plan
         chunks=chunks,
         schedule=schedule,
         steps_every=every,
+        weights="latest" if schedule == "async" else "predict",
         lr=LR,
         eval_every=epochs[0],
         epochs=sum(epochs),
