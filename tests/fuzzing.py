@@ -36,6 +36,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import _checksum, keep, recall
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, Profile
 from gnnpipe.plan import Plan
+from gnnpipe.plan.cluster import Cluster
 from gnnpipe.report.html import page
 from gnnpipe.report.run import read_run
 from gnnpipe.runtime.comm.launch import check_rendezvous
@@ -241,6 +242,32 @@ PROFILE_TEXT = st.one_of(
     ).map(lambda changes: json.dumps(json.loads(SOUND_PROFILE.to_json()) | changes)),
 )
 
+CLUSTER = """devices = [{count = 2, speed = 1.0, memory_bytes = 8e9}]
+link = {bandwidth_bytes_per_s = 1e9, latency_s = 0}
+pairs = [{ranks = [0, 1], bandwidth_bytes_per_s = 2e9, latency_s = 1e-5}]
+"""
+CLUSTER_TEXT = st.one_of(
+    CHANGES.map(lambda c: changed(CLUSTER.encode(), c)),
+    st.tuples(
+        st.sampled_from(["2", "1.0", "8e9", "1e9", "0", "[0, 1]", "2e9", "1e-5", "count", "pairs"]),
+        st.sampled_from(
+            ["-1", "nan", "inf", "'a'", "true", "1e40", "[]", "{}", "[[1]]", "9" * 5000]
+        ),
+    ).map(lambda both: CLUSTER.replace(*both).encode()),
+)
+
+
+def read_cluster(data: bytes) -> object:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.toml"
+        path.write_bytes(data)
+        cluster = Cluster.read(str(path))
+        # What was taken can be written and read again.
+        path.write_text(cluster.to_toml(), encoding="utf-8")
+        assert Cluster.read(str(path)) == cluster
+        return cluster
+
+
 # --- OGB ----------------------------------------------------------------------------------------
 
 SHORT = [name.rpartition("/")[2].replace("-", "_") for name in OGB_CSV]
@@ -365,6 +392,7 @@ TARGETS = {
     "words": Target(WORDS, read_words),
     "plan": Target(PLAN_TEXT, Plan.from_json),
     "profile": Target(PROFILE_TEXT, Profile.from_json),
+    "cluster": Target(CLUSTER_TEXT, read_cluster),
     "OGB text": Target(
         st.dictionaries(
             st.sampled_from(SHORT), ROWS | st.binary(max_size=40) | st.none(), max_size=2

@@ -97,7 +97,7 @@ def sources_of(value: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def check_weightless(mark: fx.Node, recording: fx.GraphModule) -> None:
+def check_weightless(mark: fx.Node, recording: nn.Module) -> None:
     """Raises ``InputError`` if an assigned value is made of weights, which the step has changed."""
     for call in sources_of(mark.all_input_nodes[0]):
         if call.op == "get_attr":

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch_geometric.inspector import Inspector
 
 from gnnpipe.ops.saved_tensors import tensors_in
 
@@ -26,12 +28,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     not restored.
     """
     kept = [(module, dict(vars(module))) for module in model.modules()]
-    filled = [
-        (value, copy.copy(value))
-        for _, attributes in kept
-        for value in attributes.values()
-        if isinstance(value, list | dict | set)
-    ]
+    filled = _contents(value for _, attributes in kept for value in attributes.values())
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
@@ -59,6 +56,12 @@ def detached_copy(model: M, memo: dict[int, Any] | None = None) -> M:
     """
     memo = {} if memo is None else memo
     for module in () if model is None else model.modules():
+        for value in vars(module).values():
+            # Most of a module are empty dicts, which ``deepcopy`` takes long for.
+            if type(value) in (dict, OrderedDict) and not value:
+                memo[id(value)] = type(value)()
+            elif isinstance(value, Inspector):
+                memo[id(value)] = value  # what PyG knows of the class of a convolution
         for tensor in tensors_in(vars(module)):
             if not tensor.is_leaf:
                 memo[id(tensor)] = tensor.detach().clone()
@@ -73,12 +76,12 @@ def without_caches(model: nn.Module) -> Iterator[None]:
     module, which sets sizes that must stay (PyG's ``cached=True``).
     """
     known = vars(nn.Module())
-    filled = [
-        (value, copy.copy(value))
+    filled = _contents(
+        value
         for module in model.modules()
         for name, value in vars(module).items()
-        if isinstance(value, list | dict | set) and name not in known
-    ]
+        if name not in known
+    )
     empty = [
         (module, name)
         for module in model.modules()
@@ -93,8 +96,16 @@ def without_caches(model: nn.Module) -> Iterator[None]:
     _refill(filled)
 
 
+def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Returns the lists, dicts and sets among the values, each with a copy of its content."""
+    found = (value for value in values if isinstance(value, list | dict | set))
+    return [(value, value.copy() if value else ()) for value in found]
+
+
 def _refill(filled: list[tuple[Any, Any]]) -> None:
-    """Gives lists, dicts and sets the content of their copies."""
+    """Gives lists, dicts and sets their content back."""
     for value, content in filled:
+        if not value and not content:
+            continue
         value.clear()
         value.extend(content) if isinstance(value, list) else value.update(content)

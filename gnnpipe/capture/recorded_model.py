@@ -27,6 +27,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.adjacency import adjacency_tensor
 from gnnpipe.graph.blocks import edge_data_of
 from gnnpipe.graph.graph import Graph
+from gnnpipe.heap import collector_paused
 from gnnpipe.models.stage_module import Model
 
 
@@ -107,6 +108,7 @@ class RecordedModel(Model):
         return RecordedStageModule(self.recording, ops)
 
 
+@collector_paused()
 def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> RecordedModel:
     """Record a PyG model whose forward takes (x, edge_index).
 

@@ -341,19 +341,19 @@ def _type_of(path: str, count: int, counts: Mapping[str, int]) -> str:
 
 def check_vertex_weights(recording: fx.GraphModule, counts: Mapping[str, int]) -> None:
     """Raises ``InputError`` for a weight whose number of rows is not that of the vertices."""
-    for path, vertex_type in vertex_weights(recording).items():
+    for path, vertex_type in vertex_weights(recording.graph).items():
         found, n = len(attribute(recording, path)), counts[vertex_type]
         if found != n:
             kind = f"{vertex_type} vertices".strip()
             refuse(f"{path.removeprefix('model.')} has {found} rows, but the graph has {n} {kind}")
 
 
-def vertex_weights(recording: fx.GraphModule) -> dict[str, str]:
+def vertex_weights(graph: fx.Graph) -> dict[str, str]:
     """Vertex types by the paths of all the model's weights and buffers with a row for each vertex.
 
     Not of values that forward makes of the edges.
     """
-    marks = (c for c in recording.graph.nodes if c.target is of_vertices)
+    marks = (c for c in graph.nodes if c.target is of_vertices)
     found = {str(m.all_input_nodes[0].target): str(m.kwargs["vertex_type"]) for m in marks}
     return {path: name for path, name in found.items() if path.startswith("model.")}
 

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from linecache import getline
 from types import FrameType
 from typing import Any
@@ -350,7 +350,8 @@ class _Tracer(fx.Tracer):
 
     def _lower(self, m: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of the convolution's rule, or None if the convolution must run unchanged."""
-        given = inspect.signature(m.forward).bind(*args, **kwargs).arguments
+        given = _signature(type(m).forward).bind(m, *args, **kwargs).arguments
+        del given["self"]
         others = {k: v for k, v in given.items() if k not in (EDGES, "adj_t") and v is not None}
         edges = given.get(EDGES, given.get("adj_t"))
         if not isinstance(edges, fx.Proxy):
@@ -361,7 +362,7 @@ class _Tracer(fx.Tracer):
         rows = [v for v in others.values() if not isinstance(v, fx.Proxy)]
         if rows and not (type(m) in TAKES_PAIRS and len(rows) == 1 and rows[0] is others["x"]):
             return None
-        takes = inspect.signature(_RULES[type(m)]).parameters
+        takes = _signature(_RULES[type(m)]).parameters
         carried = {k: v for k, v in others.items() if k in EDGE_DATA}
         # A rule with ``make`` hands edge values on to another convolution.
         if "make" not in takes and not all(self._is_fixed(k, v, edges) for k, v in carried.items()):
@@ -464,6 +465,11 @@ def _choose_target(recording: fx.GraphModule, target: str) -> None:
             refuse(f"forward gives results for {given}, but {target!r} has the labels")
         output.args = (result[target],)
         recording.graph.eliminate_dead_code()
+
+
+@lru_cache(1 << 8)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 def _user_line() -> str:

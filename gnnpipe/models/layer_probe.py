@@ -166,10 +166,10 @@ def are_parts(
         joined = torch.cat(list(parts), dim)
     except (RuntimeError, IndexError):
         return False
-    return (
-        isinstance(whole, Tensor)
-        and joined.shape == whole.shape
-        and torch.allclose(joined.double(), whole.double(), relative, absolute, equal_nan=True)
+    if not isinstance(whole, Tensor) or joined.shape != whole.shape:
+        return False
+    return torch.equal(joined, whole) or torch.allclose(
+        joined.double(), whole.double(), relative, absolute, equal_nan=True
     )
 
 

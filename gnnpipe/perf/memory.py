@@ -212,8 +212,8 @@ class RankMemory:
     @cached_property
     def entries(self) -> int:
         """Edges into own rows, and a self-loop for each row."""
-        types = {op.vertex_type for op in self.model.ops}
-        return self.sizes.own_edges + sum(self.sizes.own_rows[t] for t in types)
+        rows = self.sizes.own_rows
+        return self.sizes.own_edges + sum(rows[t] for t in self.model.vertex_types)
 
     @property
     def num_tables(self) -> int:
@@ -277,9 +277,8 @@ class RankMemory:
     def _matrices(self) -> int:
         sizes, entry = self.sizes, _INDEX_BYTES + self.settings.row_bytes
         loss_rows, chunks = sizes.loss_rows, self.plan.chunks
-        types = {op.vertex_type for op in self.model.ops}
-        own = sum(sizes.own_rows[t] for t in types)
-        read = sum(sizes.table_rows[t] for t in types)
+        own = sum(sizes.own_rows[t] for t in self.model.vertex_types)
+        read = sum(sizes.table_rows[t] for t in self.model.vertex_types)
         copies = 1 if self.settings.symmetric and self.shards == 1 else 2
         # Row pointers: of the whole matrix, and of each chunk if there are several.
         pointer = _INDEX_BYTES * (1 + (chunks > 1))
@@ -488,8 +487,7 @@ class RankMemory:
         In the backward of an op, the numbers that later ops kept have been freed.
         """
         sizes, chunks = self.sizes, self.plan.chunks
-        types = {op.vertex_type for op in self.model.ops}
-        n = sum(sizes.own_rows[t] for t in types)
+        n = sum(sizes.own_rows[t] for t in self.model.vertex_types)
         of_loss = 0 if self.dag.sends(self.stage) else sizes.loss_numbers
         widest = max((op.passing_per_row for op in self.ops), default=0)
         # A forecast makes the rows of the probe vertices with the old and the new weights.

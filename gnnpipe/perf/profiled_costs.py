@@ -100,6 +100,8 @@ class ProfiledCosts:
         self._steps: dict[tuple[Direction, int, int], npt.NDArray[np.float64]] = {}
         self._messages: dict[tuple[int, int], dict[tuple[int, int], npt.NDArray[np.int64]]] = {}
         self._pulls: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
+        self._gradients: dict[int, list[int]] = {}
+        """Weights whose gradients each step completes, by stage."""
         self._exchanges: dict[tuple[Direction, int, int], npt.NDArray[np.int64]] = {}
         self._pushes = [
             [[model.ops[part.op] for part in parts if part.side is Side.BEFORE] for parts in steps]
@@ -131,8 +133,9 @@ class ProfiledCosts:
 
     def _slowdown(self, stage: int, shard: int) -> float:
         """Return the factor on the compute times of a rank."""
-        rank = self.plan.placement.rank(stage, shard)
-        return 1.0 / self._speeds[rank] if self._speeds else 1.0
+        if not self._speeds:
+            return 1.0
+        return 1.0 / self._speeds[self.plan.placement.rank(stage, shard)]
 
     def begin_s(self, stage: int, shard: int) -> float:
         """Return the time of the work before the first action of an epoch.
@@ -439,10 +442,13 @@ class ProfiledCosts:
 
     def gradient_bytes(self, stage: int, steps: tuple[int, int]) -> int:
         """Return the bytes of the weight gradients that these steps complete; one copy."""
-        complete = op_gradient_steps(self.model, self.plan.stages[stage].ops)
-        ops = zip(self._stage_ops(stage), complete, strict=True)
-        numbers = sum(op.num_parameters for op, step in ops if step in range(*steps))
-        return numbers * self._number_bytes
+        if stage not in self._gradients:
+            complete = op_gradient_steps(self.model, self.plan.stages[stage].ops)
+            numbers = [0] * len(self._parts[stage])
+            for op, step in zip(self._stage_ops(stage), complete, strict=True):
+                numbers[step] += op.num_parameters
+            self._gradients[stage] = numbers
+        return sum(self._gradients[stage][slice(*steps)]) * self._number_bytes
 
     def message_s(self, source: int, target: int, size_bytes: int) -> float:
         """Return the time of a message on an idle link, from when both ranks are ready."""

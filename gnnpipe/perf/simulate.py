@@ -14,15 +14,13 @@ not hold.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
+from gnnpipe.heap import collector_paused
 from gnnpipe.schedule import Direction
 
 
@@ -136,18 +134,6 @@ class Tasks:
         self.duration_s.append(duration_s)
         self.before.append(before)
         return len(self.what) - 1
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, if it is on."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class CriticalTask(NamedTuple):

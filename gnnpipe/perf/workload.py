@@ -106,7 +106,9 @@ class Workload:
     def with_devices(self, devices: Sequence[int]) -> Workload:
         """Return the same work on these devices of the cluster, as ranks in this order."""
         most = max(times.ranks for times in self.profile.compute)
-        own = replace(self, ranks_at_once=min(len(devices), most))
+        own, ranks = self, min(len(devices), most)
+        if ranks != self.ranks_at_once:
+            own = replace(self, ranks_at_once=ranks)
         if self.cluster is None or list(devices) == list(range(len(self.cluster.devices))):
             return own
         place = {device: rank for rank, device in enumerate(devices)}

@@ -218,6 +218,11 @@ class ModelGraph:
         return tuple(op for op in self.ops if op.aggregates)
 
     @cached_property
+    def vertex_types(self) -> frozenset[str]:
+        """Types of the vertices for which ops compute rows."""
+        return frozenset(op.vertex_type for op in self.ops)
+
+    @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
         """For each op, the earlier ops whose values the op reads."""
         maker: dict[str, int] = {}
@@ -276,13 +281,13 @@ class ModelGraph:
         The number of the step is the length of the longest chain of aggregations up to the op. An
         aggregation pushes its rows in the step before.
         """
-        reached: dict[str, int] = {}
-        found = []
-        for op in self.select(ops):
-            depth = max((reached.get(v, 0) for v in op.inputs), default=0) + op.aggregates
-            reached |= dict.fromkeys(op.outputs, depth)
-            found.append(depth)
-        return found
+        reached: dict[int, int] = {}
+        for i in ops:
+            depth = 0
+            for source in self.reads[i]:
+                depth = max(depth, reached.get(source, 0))
+            reached[i] = depth + self.ops[i].aggregates
+        return list(reached.values())
 
     def num_steps(self, ops: Sequence[int]) -> int:
         """Return the number of steps of a stage: its longest chain of aggregations plus 1."""

@@ -167,22 +167,22 @@ class Plan:
         """S."""
         return len(self.stages)
 
-    @property
+    @cached_property
     def num_ops(self) -> int:
         """Ops of the model."""
         return sum(len(stage.ops) for stage in self.stages)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """Ranks of all stages."""
         return sum(len(stage.ranks) for stage in self.stages)
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
         """Which rank holds which shard of which stage."""
         return Placement(tuple(stage.ranks for stage in self.stages))
 
-    @property
+    @cached_property
     def most_shards(self) -> int:
         """The largest number of ranks of a stage."""
         return max(stage.shards for stage in self.stages)

@@ -7,6 +7,7 @@ owns consecutive parts. Two stages of equal shares own the same rows by shard.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -74,4 +75,7 @@ class ShardSplit:
 
 
 def _nearest(ends: Sequence[float], end: float) -> int:
-    return min(range(len(ends)), key=lambda i: abs(ends[i] - end))
+    """Return the place of the nearest of ascending ``ends``, the first one of two as near."""
+    place = bisect_left(ends, end)
+    is_last = place == len(ends)
+    return place - (place > 0 and (is_last or end - ends[place - 1] <= ends[place] - end))

@@ -97,13 +97,23 @@ class StageDag:
         """
         return max(self.depths)
 
-    def sends(self, stage: int) -> list[Transfer]:
+    def sends(self, stage: int) -> Sequence[Transfer]:
         """The transfers that ``stage`` sends forward."""
-        return [t for t in self.transfers if t.source == stage]
+        return self._sent_and_received[0][stage]
 
-    def receives(self, stage: int) -> list[Transfer]:
+    def receives(self, stage: int) -> Sequence[Transfer]:
         """The transfers that ``stage`` receives from earlier stages."""
-        return [t for t in self.transfers if t.target == stage]
+        return self._sent_and_received[1][stage]
+
+    @cached_property
+    def _sent_and_received(self) -> tuple[list[list[Transfer]], list[list[Transfer]]]:
+        """The transfers by source, and by target."""
+        by_source: list[list[Transfer]] = [[] for _ in self.plan.stages]
+        by_target: list[list[Transfer]] = [[] for _ in self.plan.stages]
+        for transfer in self.transfers:
+            by_source[transfer.source].append(transfer)
+            by_target[transfer.target].append(transfer)
+        return by_source, by_target
 
 
 def _check_order(plan: Plan, model: ModelGraph) -> None:

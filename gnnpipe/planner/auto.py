@@ -17,16 +17,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-import numpy as np
-
 from gnnpipe.errors import InputError
+from gnnpipe.heap import collector_paused
 from gnnpipe.perf.closed_form import ClosedForm
+from gnnpipe.perf.group_times import Group
 from gnnpipe.perf.memory import human_bytes
 from gnnpipe.perf.workload import Workload
 from gnnpipe.plan import Plan, ShardSplit, StageDag, StagePlan
 from gnnpipe.planner.candidate import MAX_CHUNKS, Candidate, FoundPlan, SearchSpace
 from gnnpipe.planner.chain import cut_chain
-from gnnpipe.planner.devices import Slot, arrangements, by_machine, stage_counts
+from gnnpipe.planner.devices import arrangements, by_machine, stage_counts
 from gnnpipe.planner.interval import Interval
 from gnnpipe.planner.planner import AUTO, PLANNERS, PlanRequest, Shape
 from gnnpipe.planner.searched_shares import with_searched_shares
@@ -48,6 +48,7 @@ EXACT_AFTER_JUMPS = 0.05
 """Assumed share of epochs that are exact because gradients jumped: 11 of 200 in docs/adr/0019."""
 
 
+@collector_paused()
 def find_plan(space: SearchSpace) -> FoundPlan:
     """Return the fastest plan that fits; ``InputError`` if none does."""
     start_s = time.process_time()
@@ -112,7 +113,11 @@ def _rounded(space: SearchSpace, found: Sequence[Candidate]) -> Candidate | None
     if space.rounded is None or space.may_round:
         return None
     fastest = sorted(found, key=lambda c: c.closed_form_s)[: 2 * SIMULATED]
-    rounded = [candidate.with_rows_of(space.rounded) for candidate in fastest]
+    forms = {
+        devices: ClosedForm(space.rounded.with_devices(devices), 1)
+        for devices in {candidate.devices for candidate in fastest}
+    }
+    rounded = [candidate.with_costs_of(forms[candidate.devices]) for candidate in fastest]
     by_time = sorted(rounded, key=lambda c: c.closed_form_s)
     return next((c for c in by_time if not c.stages_over(space.device_bytes)), None)
 
@@ -189,34 +194,36 @@ class _Shape:
 
     space: SearchSpace
     devices: tuple[int, ...]
-    slots: tuple[Slot, ...]
+    stages: tuple[StagePlan, ...]
+    """The stages, without their ops."""
+    groups: tuple[Group, ...]
+    """Their devices."""
     form: ClosedForm
     exact_form: ClosedForm
 
     @cached_property
     def least_s(self) -> float:
         """Lower bound of the time of an epoch: stages in perfect balance and free messages."""
-        form, stages = self.form, len(self.slots)
-        groups = {form.with_ways(form.group(part)) for part in self.stages}
-        passed_s = min(float(sum(prefix[-1] for prefix in form.prefixes(g))) for g in groups)
+        form, groups = self.form, {self.form.with_ways(group) for group in set(self.groups)}
+        passed_s = min(float(form.passes(group)[:, -1].sum()) for group in groups)
         if form.is_exact:
             return passed_s * form.chunks
-        return (1 - self.space.exact_share) * passed_s * (1 + (form.chunks - 1) / stages)
-
-    @cached_property
-    def stages(self) -> list[StagePlan]:
-        """The stages, without their ops."""
-        return [StagePlan((0,), *slot) for slot in self.slots]
+        overlap = 1 + (form.chunks - 1) / len(self.stages)
+        return (1 - self.space.exact_share) * passed_s * overlap
 
     def planned(self, recomputing: Collection[int] = ()) -> Candidate:
         """Return the candidate whose stages are runs of consecutive ops.
 
         ``recomputing``: the stages that recompute.
         """
-        form, work = self.form, self.form.workload
-        parts = [replace(part, recompute=i in recomputing) for i, part in enumerate(self.stages)]
-        groups = [form.with_ways(form.group(part)) for part in parts]
-        sums = {group: np.add(*form.prefixes(group)) for group in groups}
+        form, work, parts, groups = self.form, self.form.workload, self.stages, self.groups
+        if recomputing:
+            parts = tuple(replace(p, recompute=i in recomputing) for i, p in enumerate(parts))
+            groups = tuple(
+                group._replace(recompute=i in recomputing) for i, group in enumerate(groups)
+            )
+        # Alike stages have the same prefix sums.
+        sums = {group: form.passes(form.with_ways(group)).sum(0) for group in set(groups)}
         prefixes = [sums[group] for group in groups]
         hops = [0.0] * len(work.cuts)
         if len(prefixes) > 1:
@@ -236,21 +243,27 @@ class _Shape:
 
 def _shapes(space: SearchSpace) -> Iterator[_Shape]:
     """Yield all candidates, without regard to memory."""
+    counts = _chunk_counts(space)
+    # Equal devices have one workload and its costs in common, however many there are.
+    known: dict[int, dict[tuple[int, bool], ClosedForm]] = {}
     for chosen, whole in product(_device_sets(space), space.workloads):
         workload = whole.with_devices(chosen)
-        counts = _chunk_counts(space)
-        forms = {count: ClosedForm(workload, *count) for count in counts}
+        forms = known.get(id(workload))
+        if forms is None:
+            one = ClosedForm(workload, 1)
+            forms = known[id(workload)] = {count: one.with_chunks(*count) for count in counts}
         rows = min(workload.num_vertices.values())
         for stages in stage_counts(len(chosen), len(chosen) == space.num_devices):
             if stages > len(workload.cuts) + 1:
                 continue
             for slots in arrangements(workload.cluster, len(chosen), stages):
-                by_stage = dict.fromkeys(shares for _, shares in slots)
-                parts = ShardSplit.of(list(by_stage)).num_parts
+                parts = tuple(StagePlan((0,), *slot) for slot in slots)
+                groups = tuple(Group.of(part, workload.cluster) for part in parts)
+                pieces = ShardSplit.of(list({part.shares: 0 for part in parts})).num_parts
                 for form in forms.values():
-                    if parts * form.chunks <= rows:
+                    if pieces * form.chunks <= rows:
                         exact_form = forms[form.chunks, True]
-                        yield _Shape(space, chosen, slots, form, exact_form)
+                        yield _Shape(space, chosen, parts, groups, form, exact_form)
 
 
 def _dag_candidates(space: SearchSpace, counts: Sequence[tuple[int, bool]]) -> Iterator[Candidate]:
@@ -273,12 +286,13 @@ def _dag_candidates_of(
         return
     chosen = max(_device_sets(space), key=len)
     workload = work.with_devices(chosen)
+    one = ClosedForm(workload, 1)
     for chunks, is_exact in counts:
-        form = ClosedForm(workload, chunks, is_exact)
+        form = one.with_chunks(chunks, is_exact)
         # Memory is estimated for whole plans alone: for every set of ops it would take long.
         costs = StageCosts(units, form, Limits(len(chosen)))
         schedule = EXACT_SCHEDULE if is_exact and chunks > 1 else "fill-drain"
-        exact_form = ClosedForm(workload, chunks, True)
+        exact_form = one.with_chunks(chunks, True)
         for stages in candidates(costs, Interval(costs), is_rough=True):
             plan = as_plan(units, stages, chunks, schedule)
             plan = replace(plan, comm_dtype=work.comm_dtype, ways=form.ways(plan.stages))

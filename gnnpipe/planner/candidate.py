@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -148,17 +148,19 @@ class Candidate:
     def memory_bytes(self) -> list[int]:
         """Estimate of every rank."""
         found = [0] * self.plan.num_ranks
-        for stage in self.plan.stages:
-            for rank, size in zip(stage.ranks, self._stage_bytes(stage), strict=True):
-                found[rank] = size
+        for stage, size_of in zip(self.plan.stages, self._bytes_by_share, strict=True):
+            for rank, share in zip(stage.ranks, stage.shares, strict=True):
+                found[rank] = size_of[share]
         return found
 
-    def _stage_bytes(self, stage: StagePlan) -> list[int]:
-        return [self._shard_bytes(stage, share) for share in stage.shares]
+    @cached_property
+    def _bytes_by_share(self) -> list[Mapping[float, int]]:
+        """Estimates of the ranks of each stage, by share."""
+        return [self.form.bytes_by_share(self.dag, i) for i in range(self.plan.num_stages)]
 
     def _shard_bytes(self, stage: StagePlan, share: float) -> int:
-        size_of, ways = self.form.shard_memory_bytes, self.plan.ways
-        return size_of(stage.ops, stage.shards, share, recompute=stage.recompute, ways=ways)
+        """Return the estimate of a rank of one of the stages, if it had this share."""
+        return self.form.shard_bytes(self.dag, self.plan.stages.index(stage), share)
 
     def largest_shares(self, stage: StagePlan, device_bytes: Sequence[int]) -> Floats:
         """Return the largest share of each rank of a stage that its device can hold, [G]."""
@@ -203,29 +205,29 @@ class Candidate:
 
     def stages_over(self, device_bytes: Sequence[int]) -> frozenset[int]:
         """Return the stages with a rank that needs more memory than its device has."""
+        if not device_bytes:
+            return frozenset()
+        sizes = self.memory_bytes
         return frozenset(
             i
-            for i, s in enumerate(self.plan.stages)
-            if device_bytes and self._is_over(s, device_bytes)
+            for i, stage in enumerate(self.plan.stages)
+            if any(sizes[rank] > device_bytes[self.devices[rank]] for rank in stage.ranks)
         )
 
-    def _is_over(self, stage: StagePlan, device_bytes: Sequence[int]) -> bool:
-        pairs = zip(stage.ranks, self._stage_bytes(stage), strict=True)
-        return any(size > device_bytes[self.devices[rank]] for rank, size in pairs)
-
-    def with_rows_of(self, workload: Workload) -> Candidate:
-        """Return the same stages for the same work with rows of another number type."""
-        work = workload.with_devices(self.devices)
-        form = ClosedForm(work, self.plan.chunks, self.form.is_exact)
-        exact_form = ClosedForm(work, self.plan.chunks, True)
-        plan = replace(self.plan, comm_dtype=work.comm_dtype)
+    def with_costs_of(self, form: ClosedForm) -> Candidate:
+        """Return the same stages with the costs of another workload on the same devices."""
+        plan = replace(self.plan, comm_dtype=form.workload.comm_dtype)
         return replace(
-            self, plan=plan, dag=StageDag.of(plan, work.model), form=form, exact_form=exact_form
+            self,
+            plan=plan,
+            dag=replace(self.dag, plan=plan),
+            form=form.with_chunks(plan.chunks, self.form.is_exact),
+            exact_form=form.with_chunks(plan.chunks, True),
         )
 
     def with_plan(self, plan: Plan) -> Candidate:
-        """Return another plan for the same work and devices, with as many chunks."""
-        return replace(self, plan=plan, dag=StageDag.of(plan, self.form.model))
+        """Return another plan with the same ops by stage, devices and number of chunks."""
+        return replace(self, plan=plan, dag=replace(self.dag, plan=plan))
 
     def recomputing(self, stages: Collection[int]) -> Candidate:
         """Return the same plan with recomputation in these stages and in no other."""

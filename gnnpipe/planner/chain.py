@@ -9,7 +9,7 @@ the one is taken whose slowest stage is the fastest together with its message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -49,9 +49,9 @@ def cut_chain(
     chosen = _thinned(prefixes[0], cuts, hops, len(prefixes))
     points = [0, *(cuts[i] for i in chosen), len(prefixes[0]) - 1]
     arrives = np.array([0.0, *(hops[i] for i in chosen), 0.0])
-    # Equal devices have the same prefix sums.
-    by_prefix = {id(prefix): _run_costs(prefix[points], arrives) for prefix in prefixes}
-    sums, longest = ([by_prefix[id(prefix)][i] for prefix in prefixes] for i in range(2))
+    stages_s = _for_each(prefixes, lambda prefix: _run_times(prefix[points]))
+    sums = _for_each(stages_s, lambda stage_s: stage_s + arrives[:, None])
+    longest = _for_each(stages_s, lambda stage_s: np.maximum(stage_s, arrives[:, None]))
     if chunks == 1:
         found = [_cheapest(sums, sums, np.inf)]
     else:
@@ -86,17 +86,19 @@ def _thinned(
     return [int(min(part, key=lambda i: (hops[i], prefix[cuts[i]]))) for part in parts]
 
 
-def _run_costs(ends: Seconds, arrives: Seconds) -> tuple[Seconds, Seconds]:
-    """Return the sum and the maximum of run and message between any two points; inf: no run."""
-    stage_s = ends[None, :] - ends[:, None]
+def _run_times(ends: Seconds) -> Seconds:
+    """Return the time of the run between any two points, without its message; inf: no run."""
+    stage_s: Seconds = ends[None, :] - ends[:, None]
     stage_s[np.tril_indices(len(ends))] = np.inf
-    return stage_s + arrives[:, None], np.maximum(stage_s, arrives[:, None])
+    return stage_s
 
 
 def _least_slowest(costs: Sequence[Seconds]) -> float:
-    best = costs[0][0]
-    for cost in costs[1:]:
-        best = np.maximum(best[:, None], cost).min(0)
+    band = _band(costs)
+    best = costs[0][0, 1 : band + 1]
+    for stage, cost in enumerate(costs[1:], 1):
+        runs = cost[stage : stage + band, stage + 1 : stage + band + 1]
+        best = np.maximum(best[:, None], runs).min(0)
     return float(best[-1])
 
 
@@ -105,16 +107,32 @@ def _cheapest(costs: Sequence[Seconds], limited: Sequence[Seconds], limit: float
 
     No run's ``limited`` exceeds ``limit``.
     """
-    allowed = {
-        id(cost): np.where(other <= limit, cost, np.inf)
-        for cost, other in zip(costs, limited, strict=True)
-    }
-    best, previous = allowed[id(costs[0])][0], []
-    for cost in costs[1:]:
-        sums = best[:, None] + allowed[id(cost)]
+    band = _band(costs)
+    other = {id(cost): limits for cost, limits in zip(costs, limited, strict=True)}
+    allowed = _for_each(costs, lambda cost: np.where(other[id(cost)] <= limit, cost, np.inf))
+    best, previous = allowed[0][0, 1 : band + 1], []
+    for stage, cost in enumerate(allowed[1:], 1):
+        runs = cost[stage : stage + band, stage + 1 : stage + band + 1]
+        sums = best[:, None] + runs
         previous.append(sums.argmin(0))
         best = sums.min(0)
+    place = band - 1
     ends = [len(costs[0]) - 1]
-    for from_point in reversed(previous):
-        ends.append(int(from_point[ends[-1]]))
+    for stage, begins in reversed(list(enumerate(previous, 1))):
+        place = int(begins[place])
+        ends.append(stage + place)
     return [0, *reversed(ends)]
+
+
+def _for_each(stages: Sequence[Seconds], make: Callable[[Seconds], Seconds]) -> list[Seconds]:
+    """Return what is made of the array of each stage; equal devices have the same array."""
+    made = {id(stage): make(stage) for stage in {id(stage): stage for stage in stages}.values()}
+    return [made[id(stage)] for stage in stages]
+
+
+def _band(costs: Sequence[Seconds]) -> int:
+    """Return the number of points at which a stage may begin: every run needs a point.
+
+    Stage s begins at points s to s + band - 1, and ends one point later at least.
+    """
+    return len(costs[0]) - len(costs)

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from gnnpipe.perf.workload import Workload
-from gnnpipe.plan import RowWay
+from gnnpipe.plan import Plan, RowWay, StagePlan
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner.chain import cut_chain
 from gnnpipe.planner.device_group import DeviceGroup, Floats, Shares
@@ -83,6 +83,23 @@ class GroupedPlan:
     stages: tuple[StageOfGroup, ...]
     chunks: int
     epoch_s: float
+
+    def as_plan(self, workload: Workload) -> Plan:
+        """Return the plan that runs, with shares of the rows and ways of the programs.
+
+        Raises:
+            InputError: A device has no rows.
+        """
+        number = {op.name: i for i, op in enumerate(workload.model.ops)}
+        stages: list[StagePlan] = []
+        ways: dict[int, RowWay] = {}
+        for stage in self.stages:
+            shares = tuple(map(float, stage.sharding.shares.rows))
+            stages.append(StagePlan(tuple(range(*stage.ops)), stage.ranks, shares))
+            found = stage.ways(workload).items()
+            ways |= {number[op]: way for op, way in found if way is not RowWay.HALO}
+        dtype = workload.comm_dtype
+        return Plan(tuple(stages), self.chunks, "fill-drain", comm_dtype=dtype, ways=ways)
 
 
 class GroupPlanner:

@@ -12,7 +12,7 @@ and is the second objective after the time of the slowest stage.
 from __future__ import annotations
 
 from itertools import accumulate
-from operator import or_
+from operator import le, or_
 from typing import NamedTuple
 
 from gnnpipe.planner.series_parallel import decompose
@@ -39,11 +39,10 @@ class _Suffix(NamedTuple):
 
     def is_as_good_as(self, other: _Suffix) -> bool:
         """Whether no number is larger."""
-        pairs = zip(self.lengths, other.lengths, strict=True)
         return (
             self.devices <= other.devices
             and self.length <= other.length
-            and all(mine <= theirs for mine, theirs in pairs)
+            and all(map(le, self.lengths, other.lengths))
         )
 
 
@@ -136,13 +135,19 @@ class _StateSearch:
         """
         if not suffixes:
             return []
-        step, found = self._step(small, large), []
-        for suffix in suffixes:
-            behind = max((suffix.lengths[i] for i in step.read_later), default=0.0)
-            shards = self.costs.fewest_shards(step.mask, behind, target_s)
-            if not shards or suffix.devices + shards > most:
-                continue
-            length = behind + self.costs.length(step.mask, shards)
+        step, found, costs = self._step(small, large), [], self.costs
+        # With a longer path behind, a stage may need more devices because of its memory.
+        fewest = costs.fewest_shards(step.mask, 0.0, target_s)
+        for suffix in suffixes if fewest else ():
+            if suffix.devices + fewest > most:
+                break  # they ascend by devices
+            behind = max([suffix.lengths[i] for i in step.read_later], default=0.0)
+            shards = fewest
+            if costs.depends_on_behind:
+                shards = costs.fewest_shards(step.mask, behind, target_s)
+                if not shards or suffix.devices + shards > most:
+                    continue
+            length = behind + costs.length(step.mask, shards)
             lengths = tuple(
                 max(suffix.lengths[place] if place >= 0 else 0.0, length if is_read else 0.0)
                 for place, is_read in step.kept

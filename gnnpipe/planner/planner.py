@@ -127,8 +127,8 @@ class GivenPlan:
             )
         if chunks * parts > vertices:
             raise InputError(
-                f"plan: chunks {chunks}: of {parts} parts each, for {vertices:,} vertices; try "
-                f"{vertices // parts} or fewer"
+                f"plan: chunks {chunks}: too many for {vertices:,} vertices (parts of a chunk by "
+                f"the shares: {parts}); try {vertices // parts} or fewer"
             )
 
 

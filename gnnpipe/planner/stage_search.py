@@ -131,9 +131,11 @@ class StageCosts:
 
         With more units a stage is too slow all the more.
         """
-        return not any(
-            self._both_s(mask, shards)[0] <= target_s for shards in self._counts(mask, target_s)
-        )
+        # Most devices are fastest, as a rule.
+        for shards in reversed(self.limits.shard_counts):
+            if self._both_s(mask, shards)[0] <= target_s:
+                return False
+        return True
 
     def fewest_devices(self, mask: int, target_s: float) -> int:
         """Return a lower bound of the devices on which stages of these units keep to the target."""
@@ -146,8 +148,14 @@ class StageCosts:
     def _counts(self, mask: int, target_s: float) -> Iterator[int]:
         """Yield the numbers of devices that may be enough: G are at most G times as fast."""
         counts = self.limits.shard_counts
-        device_s = self._both_s(mask, counts[0])[0] * counts[0]
-        return (shards for shards in counts if device_s <= target_s * shards * (1 + 1e-9))
+        fewest = self._both_s(mask, counts[0])[0] * counts[0] / (target_s * (1 + 1e-9))
+        return (shards for shards in counts if shards >= fewest)
+
+    @property
+    def depends_on_behind(self) -> bool:
+        """Whether ``fewest_shards`` depends on the path behind a stage."""
+        limits = self.limits
+        return limits.memory_bytes < math.inf and limits.in_flight is InFlight.DEPTH
 
     def fewest_shards(self, mask: int, behind: float, target_s: float) -> int:
         """Return the fewest devices on which a stage keeps to the target and fits; 0: none do.

@@ -114,7 +114,7 @@ PLANS = {
     "chunks left out": (("chunks",), GONE, ["chunks is missing"]),
     "chunks 0": (("chunks",), 0, ["chunks 0: must be at least 1"]),
     "chunks of text": (("chunks",), "two", ["chunks 'two': must be a whole number"]),
-    "chunks huge": (("chunks",), 10**9, ["chunks 1000000000: of 2 parts each, for 34 vertices"]),
+    "chunks huge": (("chunks",), 10**9, ["chunks 1000000000: too many for 34 vertices"]),
     "schedule unknown": (("schedule",), "layer-snc", ["schedule 'layer-snc'", "'layer-sync'?"]),
     "schedule 3": (("schedule",), 3, ["schedule 3: must be text"]),
     "comm_dtype unknown": (("comm_dtype",), "f8", ["comm_dtype 'f8': must be same or bf16"]),

@@ -1,14 +1,18 @@
 from itertools import combinations, pairwise
 
 import pytest
+from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe.config import TrainConfig
-from gnnpipe.plan import RowWay
+from gnnpipe.perf.closed_form import ClosedForm
+from gnnpipe.plan import Plan, RowWay, StageDag
 from gnnpipe.plan.cluster import Cluster, Device, Link
+from gnnpipe.planner import GivenPlan, find_plan
+from gnnpipe.planner.candidate import Candidate
 from gnnpipe.planner.given_devices import Hardware
 from gnnpipe.planner.hap_pipeline import Choice, Choices, GroupPlanner, best_plan, groupings
 from gnnpipe.profiling.scenario import GraphShape, model_on_shape
-from gnnpipe.profiling.search import workload_of_shape
+from gnnpipe.profiling.search import search_space, workload_of_shape
 
 FREE = Link(1e15, 0.0)
 EQUAL = Choices(Choice.EQUAL, Choice.EQUAL, by_halo=True)
@@ -123,3 +127,55 @@ def test_equal_devices_share_equally():
     share = dict(zip(stage.ranks, stage.sharding.shares.rows.tolist(), strict=True))
     assert share[0] == pytest.approx(share[1]) == pytest.approx(share[3])
     assert share[2] < share[0]
+
+
+def simulated_s(space, plan):
+    """The time of a plan on all devices, by the simulator."""
+    every = tuple(range(space.num_devices))
+    work = space.workload.with_devices(every)
+    is_exact = plan.chunks == 1
+    forms = ClosedForm(work, plan.chunks, is_exact), ClosedForm(work, plan.chunks, True)
+    dag = StageDag.of(plan, work.model)
+    return Candidate(plan, every, *forms, dag, space.exact_share).simulated_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speeds", [(1.0, 0.5), (1.0, 1.0, 1.0, 0.5)])
+@pytest.mark.parametrize("link", [Link(1.3e9, 5e-5), Link(1e10, 1e-5)])
+@pytest.mark.parametrize("halo", [0.5, 1.8])
+def test_auto_finds_plans_as_fast_as_grouped_ones(speeds, link, halo):
+    planner = planner_on(speeds, link, halo=halo)
+    hardware = Hardware(sheets="a100:10gbe", cluster=planner.cluster)
+    config = TrainConfig(model="gcn", layers=12, hidden=64)
+    space = search_space(config, planner.workload, hardware)
+    best_s = find_plan(space).best.simulated_s
+    for stages, chunks in ((range(1, 2), (1,)), (range(2, 5), (8, 32))):
+        plan = best_plan(planner, Choices(), stages, chunks).as_plan(planner.workload)
+        assert best_s <= 1.02 * simulated_s(space, plan)
+
+
+def trained(stages, chunks, halo):
+    """Largest difference to one autograd graph, and the shape of a grouped plan, on a rank."""
+    from gnnpipe.runtime.comm.mesh import Mesh
+    from gnnpipe.runtime.comm.world import World
+    from gnnpipe.setup.prepare import prepare
+    from gnnpipe.verification.comparison import compare_epochs
+
+    planner = planner_on((1.0, 0.5, 0.5), Link(2e10, 0.0), layers=4, halo=halo)
+    found = best_plan(planner, Choices(), range(stages, stages + 1), (chunks,))
+    plan = found.as_plan(planner.workload)
+    plan = Plan.from_json(plan.to_json())
+    graph, mesh = small_graph(n=120), Mesh.of(World.meet(3, "cpu"), plan.placement)
+    config = quick_config(model="gcn", layers=4, hidden=8, epochs=3)
+    prepared = prepare(config, mesh, graph, planner=GivenPlan(plan))
+    shares = [share for stage in plan.stages for share in stage.shares]
+    difference = max(c.largest for c in compare_epochs(graph, prepared, mesh, 3))
+    return difference, shares, set(plan.ways.values())
+
+
+@pytest.mark.parametrize(("stages", "chunks", "halo"), [(1, 1, 0.2), (1, 1, 2.0), (3, 4, 0.2)])
+def test_grouped_plans_train_as_one_device(stages, chunks, halo):
+    difference, shares, ways = run_ranks(trained, 3, stages, chunks, halo)[0]
+    assert difference < 1e-9
+    assert ways == ({RowWay.COLUMNS} if halo > 1 else set())
+    assert (len(set(shares)) > 1) == (stages == 1)

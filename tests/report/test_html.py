@@ -239,7 +239,7 @@ BAD = {
     "deep TOML": (replace_text("config.toml", "a = " + "[" * 100_000), "config.toml"),
     "no text": (lambda run: (run / "config.toml").write_bytes(b"\xff\xfe"), "config.toml"),
     "a plan of words": (replace_text("plan.json", "[]"), "plan.json"),
-    "another plan": (change("plan.json", stages=[[1, 2]]), "not a plan"),
+    "another plan": (change("plan.json", stages=[[1, 2]]), "stages[0] [1, 2]: must be an object"),
     "metrics without loss": (replace_text("metrics.csv", "epoch\n1\n"), "metrics.csv"),
     "words for a loss": (replace_text("metrics.csv", "epoch,loss\n1,low\n"), "loss 'low'"),
     "no loss": (replace_text("metrics.csv", "epoch,loss\n1,\n"), "without a loss"),

@@ -160,16 +160,16 @@ def test_wrong_order_of_messages_and_stalls_are_refused():
 
 
 BAD_PLANS = [
-    ("{", "not a plan"),
-    ("[]", "not a plan"),
-    ('{"version": 9}', "another version"),
-    ('{"version": 3, "stages": [[0, 2]]}', "another version"),
-    ('{"version": 6, "stages": [[0, 2]]}', "not a plan"),
+    ("{", "not JSON"),
+    ("[]", "not a JSON object"),
+    ('{"version": 9}', "version 9: another gnnpipe"),
+    ('{"version": 3, "stages": [[0, 2]]}', "version 3: another gnnpipe"),
+    ('{"version": 6, "stages": [[0, 2]]}', "chunks is missing"),
     (chain(2, 2).plan.to_json().replace('"chunks": 2', '"chunks": 0'), "at least 1"),
-    (chain(2, 2).plan.to_json().replace("1.0", "0.5"), "shares of stage 0"),
+    (chain(2, 2).plan.to_json().replace("1.0", "0.5"), "stages.0.: shares .* sum to 1"),
     (
         chain(2, 2).plan.to_json().replace('"ranks": [\n    1\n', '"ranks": [\n    0\n'),
-        "every rank",
+        "rank 0 is in stages.0., too",
     ),
 ]
 
@@ -187,7 +187,7 @@ def test_an_unknown_schedule_is_refused():
 
 def test_every_layer_is_in_exactly_one_stage():
     for runs in (((0, 2), (3, 4)), ((0, 2), (1, 4))):
-        with pytest.raises(InputError, match="exactly one stage"):
+        with pytest.raises(InputError, match=r"is in no stage|is in stages.0."):
             plan_of_runs(runs, 1, 1)
 
 

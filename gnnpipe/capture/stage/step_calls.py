@@ -89,7 +89,7 @@ def shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def is_linear(recording: fx.GraphModule, call: fx.Node) -> bool:
+def is_linear(recording: nn.Module, call: fx.Node) -> bool:
     """Whether a call is ``F.linear`` or a Linear of torch or PyG without hooks."""
     if call.op == "call_module":
         module = recording.get_submodule(str(call.target))

@@ -34,7 +34,7 @@ from gnnpipe.capture.markers import aggregate, assign, by_mode, drop, of_all, of
 from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.capture.rewrite import cut_vertex_weights, vertex_weights
 from gnnpipe.capture.stage.block_conv import DropoutKind, DropoutMode, Form
-from gnnpipe.capture.trial.run import Found, SampleRun, refuse_edge_work
+from gnnpipe.capture.trial.run import Found, SampleRun, copied_modules, refuse_edge_work
 from gnnpipe.capture.trial.sample_graph import Sample, names_of_weights, perturb_weights
 from gnnpipe.capture.trial.saved_tensors import Saved, saved_by_calls
 from gnnpipe.capture.trial.vertex_sums import (
@@ -91,8 +91,8 @@ def probe(
     was_in_inference = torch.is_inference_mode_enabled()
     # In inference mode autograd would save nothing that could be counted.
     with torch.inference_mode(False), torch.no_grad():
-        module = detached_copy(recording).double().train()
-        cut_vertex_weights(module, vertex_weights(recording), samples[0].counts)
+        module = copied_modules(recording)
+        cut_vertex_weights(module, vertex_weights(recording.graph), samples[0].counts)
         names = names_of_weights(model, recording)
         perturb_weights(module, names)
         run = SampleRun(recording.graph, module, samples[0])
@@ -296,7 +296,7 @@ def check_equals_model(
     of the recording's weights in the model, by path. ``evaluation``: the sample in evaluation.
     """
     result: Any = call.args[0]
-    plain = _plain_copy(model, run)
+    plain = _plain_copy(model, run, names)
     buffers = {name: value.clone() for name, value in own_buffers(plain)}
     with torch.enable_grad():
         truth = _plain_result(plain, method, run.sample)
@@ -320,7 +320,7 @@ def check_equals_model(
             refuse(f"the gradient of {name} is another in its recording", f"{hint}, {BY_HAND}")
     is_other = evaluation is not run.sample
     if is_other or marks or any(other.target is by_mode for other in run.graph.nodes):
-        plain = _plain_copy(model, run).eval()
+        plain = _plain_copy(model, run, names).eval()
         truth = _plain_result(plain, method, run.sample)
         check_changed(buffers, plain, {}, " in evaluation")
         run.module.eval()
@@ -328,12 +328,17 @@ def check_equals_model(
         run.module.train()
 
 
-def _plain_copy(model: nn.Module, run: SampleRun) -> nn.Module:
+def _plain_copy(model: nn.Module, run: SampleRun, names: Mapping[str, str]) -> nn.Module:
     """A copy of the user's model with the weights of the sample run."""
     plain = detached_copy(model).double().train()
-    paths = {path.removeprefix("model."): t for path, t in vertex_weights(run.module).items()}
+    paths = {path.removeprefix("model."): t for path, t in vertex_weights(run.graph).items()}
     cut_vertex_weights(plain, paths, run.sample.counts)
-    perturb_weights(plain, names_of_weights(model, model))
+    known = {names[path]: p for path, p in run.module.named_parameters() if path in names}
+    for name, parameter in plain.named_parameters():
+        if name in known:
+            parameter.data.copy_(known[name].data)
+    others = names_of_weights(model, model).items()
+    perturb_weights(plain, {path: name for path, name in others if name not in known})
     return plain
 
 

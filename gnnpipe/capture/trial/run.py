@@ -49,7 +49,7 @@ Found = dict[fx.Node, Any]
 class SampleRun:
     """Values of a recording's calls in three runs."""
 
-    def __init__(self, graph: fx.Graph, module: fx.GraphModule, sample: Sample) -> None:
+    def __init__(self, graph: fx.Graph, module: nn.Module, sample: Sample) -> None:
         """``module``: the weights and submodules that the calls of ``graph`` name."""
         self.graph, self.module, self.sample = graph, module, sample
         self.whole: Found = {}
@@ -57,6 +57,8 @@ class SampleRun:
         self.of_edges: dict[fx.Node, str] = {}
         """Calls whose values have one row for each edge, with the input of these edges."""
         self.is_training = True
+        self._matrices: dict[str, Tensor] = {}
+        """Matrices of aggregations, by structure."""
         self.types: dict[fx.Node, str] = {}
         """Vertex types of the rows of the calls' values."""
         for name, value in sample.vertex_values.items():
@@ -144,10 +146,12 @@ class SampleRun:
             name = relation_ends(graph.relations, kind)[1]
             weights = torch.from_numpy(edges_into(graph, kind)[graph.row_types[name]])
             return ((weights @ x) / weights.sum()).expand_as(x)
-        rows = weighted_rows(graph, kind)
         source, target = relation_ends(graph.relations, kind)
-        chosen = graph.row_types
-        matrix = torch.from_numpy(rows[chosen[target]][:, chosen[source]].toarray())
+        if kind not in self._matrices:
+            rows, chosen = weighted_rows(graph, kind), graph.row_types
+            ends = rows[chosen[target]][:, chosen[source]]
+            self._matrices[kind] = torch.from_numpy(ends.toarray())
+        matrix = self._matrices[kind]
         if len(x) != matrix.shape[1]:
             found = self.types.get(call.all_input_nodes[0], "") or "another type"
             edges = f"the edges lead from {source} to {target}"
@@ -248,6 +252,13 @@ class SampleRun:
         return torch.allclose(found, whole[own], 1e-9, 1e-12)
 
 
+def copied_modules(recording: fx.GraphModule) -> nn.Module:
+    """A copy of the modules, weights and constants of a recording, float64 and in training."""
+    found, calls = nn.Module(), {"_graph", "_code", "_lineno_map", "meta"}
+    vars(found).update({k: v for k, v in vars(recording).items() if k not in calls})
+    return detached_copy(found).double().train()
+
+
 def values_on_sample(
     recording: fx.GraphModule, sample: Sample
 ) -> tuple[Found, set[fx.Node]] | None:
@@ -256,8 +267,8 @@ def values_on_sample(
     Also returns the calls that draw random numbers. An aggregation over edges that forward makes
     has the value of its rows.
     """
-    module = detached_copy(recording).double().train()
-    cut_vertex_weights(module, vertex_weights(recording), sample.counts)
+    module = copied_modules(recording)
+    cut_vertex_weights(module, vertex_weights(recording.graph), sample.counts)
     run = SampleRun(recording.graph, module, sample)
     run.types = dict.fromkeys(recording.graph.nodes, "")
     random_calls = set()
