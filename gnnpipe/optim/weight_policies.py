@@ -266,3 +266,14 @@ WEIGHT_POLICIES.add("xpipe", XPipe)
 
 PREDICTING = frozenset({"predict", "spectrain", "xpipe"})
 """Policies that predict optimizer steps, by the rule of the optimizer."""
+
+
+def copies_held(policy: str, gap: int) -> int:
+    """Return the most copies of the weights that a policy holds beside the parameters.
+
+    One is that of the real weights while the parameters hold others. ``gap``: the largest version
+    gap of the stage.
+    """
+    has_gap = gap > 0
+    found = {"latest": 0, "stash": (gap + 2) * has_gap, "2bw": 3, "spectrain": 1}
+    return (found | {"predict": 1 * has_gap, "xpipe": 2 * has_gap})[policy]

@@ -120,6 +120,11 @@ class MemorySettings:
     """Bytes of a number in the tables; ``number_bytes`` of all other numbers."""
     extra_weights: int = 0
     """Copies of the weights beside those that are trained."""
+    in_flight: tuple[int, ...] = ()
+    """By stage, chunks between forward and backward, if gradients stay in their chunk; empty: all
+    chunks, and a table of gradients for each table of rows."""
+    version_copies: tuple[int, ...] = ()
+    """By stage, copies of the weights of other versions; empty: none."""
 
     @property
     def rounds_rows(self) -> bool:
@@ -187,6 +192,8 @@ class RankMemory:
     def shared(self) -> frozenset[str]:
         """Ops whose gradients share a table with the aggregated rows."""
         limited, settings = self.sizes.loss_rows.ops, self.settings
+        if settings.in_flight:
+            return frozenset()
         rounds_rows, is_exact = settings.rounds_rows, settings.is_exact
         return shared_tables(
             self.model, self.plan, self.precomputed, limited, rounds_rows, is_exact
@@ -214,6 +221,13 @@ class RankMemory:
         """Edges into own rows, and a self-loop for each row."""
         rows = self.sizes.own_rows
         return self.sizes.own_edges + sum(rows[t] for t in self.model.vertex_types)
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the chunks that are between forward and backward at once."""
+        if not self.settings.in_flight:
+            return 1.0
+        return min(self.settings.in_flight[self.stage] / self.plan.chunks, 1.0)
 
     @property
     def num_tables(self) -> int:
@@ -288,9 +302,10 @@ class RankMemory:
             # A matrix and its transpose; per row its dropout key, vertex and place in the chunk.
             found += 2 * loss_entries * entry + 20 * loss_rows.rows
             found += pointer * (loss_rows.rows + read)
-        cut_out = {
-            (o.structure, o.name in loss_rows.ops) for o in self.ops if o.name in self.shared
-        }
+        cut = [o for o in self.ops if o.name in self.shared]
+        if self.settings.in_flight:
+            cut = [o for o in self.pushing if o.is_linear]
+        cut_out = {(o.structure, o.name in loss_rows.ops) for o in cut}
         for _, is_limited in cut_out if sizes.live_share else ():
             count = loss_entries if is_limited else self.entries
             found += int(sizes.live_share * count * entry) + _INDEX_BYTES * read
@@ -324,6 +339,7 @@ class RankMemory:
             # A product records gradients of its output rows (a single chunk frees these at
             # once), a convolution on blocks gradients of all rows that are read.
             is_transient = op.is_linear and self.plan.chunks == 1
+            is_transient = is_transient or bool(self.settings.in_flight)
             grads = 0 if is_transient else reading if op.is_linear else read
             numbers = self._table_width(op) * (self.num_tables * read + grads)
             found += numbers * self.settings.row_bytes
@@ -350,8 +366,9 @@ class RankMemory:
         """Kept tensors and temporaries of training, or evaluation's values and tables if larger."""
         own, pairs = self.sizes.own_rows, 0
         kept = self._kept_by_op()
-        numbers = sum(kept.values()) + self._copies() + self._passing(kept)
-        if self.plan.chunks > 1:
+        numbers = int(self.kept_share * (sum(kept.values()) + self._copies()))
+        numbers += self._passing(kept)
+        if self.plan.chunks > 1 and not self.settings.in_flight:
             numbers += self._waiting_gradients()
         for op in self.ops:
             if op.over_pairs:
@@ -518,8 +535,9 @@ class RankMemory:
 
     def weights(self) -> int:
         """Weights, gradients and Adam's two moments, and further copies."""
-        count = sum(op.num_parameters for op in self.ops)
-        return count * (4 + self.settings.extra_weights) * self.settings.number_bytes
+        count, versions = sum(op.num_parameters for op in self.ops), self.settings.version_copies
+        copies = 4 + self.settings.extra_weights + (versions[self.stage] if versions else 0)
+        return count * copies * self.settings.number_bytes
 
     def setup_peak(self, structure: int) -> int:
         """The peak while matrices and blocks are built; ``structure``: bytes of the result.

@@ -106,10 +106,12 @@ class ChunkSizes:
     loss_row_source_edges: Counts = field(default_factory=_no_counts)
     """The same edges by the chunk of their source, halo rows included."""
     stale_edges: Mapping[str, Counts] = field(default_factory=dict)
-    """Edges whose source is read stale, the mean over all orders: half of the edges between chunks;
-    empty if nothing is stale."""
+    """Edges over which no gradient returns. Those whose source is read stale, the mean over all
+    orders: half of the edges between chunks; all of these if gradients stay in their chunk; empty
+    if nothing is stale."""
     shared: frozenset[str] = frozenset()
-    """Ops whose gradients return over live edges alone (``plan.shared_tables``)."""
+    """Ops whose gradients return over live edges alone (``plan.shared_tables``), or over those
+    inside their chunk."""
 
     @property
     def shard_rows(self) -> ShardRows:

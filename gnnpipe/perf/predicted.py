@@ -10,11 +10,11 @@ from gnnpipe.perf.trace import Span
 from gnnpipe.plan import Placement
 
 
-def simulated_epochs(timeline: Timeline, placement: Placement) -> list[EpochSpans]:
-    """Return the times of each rank; ``timeline`` is of ``program_tasks``."""
+def simulated_epochs(timeline: Timeline, placement: Placement, count: int = 1) -> list[EpochSpans]:
+    """Return the times of each rank; ``timeline`` is of ``program_tasks``, of ``count`` epochs."""
     tasks, end_s = timeline.tasks, timeline.end_s
     ranks = placement.num_ranks
-    epochs = [EpochSpans(0.0, timeline.makespan_s) for _ in range(ranks)]
+    epochs = [EpochSpans(0.0, timeline.makespan_s, count=count) for _ in range(ranks)]
     for number, task in enumerate(tasks.what):
         rank = tasks.resource[number]
         if rank >= ranks:

@@ -92,7 +92,7 @@ def sensitivity(
 def what_ifs(
     timeline: Timeline, program: Program, costs: ProfiledCosts, order: Sequence[int] | None = None
 ) -> dict[str, float]:
-    """Return the seconds of an epoch for each change; ``timeline`` is the unchanged epoch.
+    """Return the seconds of an epoch for each change; ``timeline`` is of the unchanged program.
 
     The changes: twice the bandwidth between stages, and among shards; the busiest rank half and
     twice as fast; nothing overlapped. Changes that have no meaning with a single stage, shard or
@@ -126,7 +126,7 @@ def what_ifs(
     if ranks > 1:
         blocking = program_tasks(program, costs, order, overlap=False)
         found["nothing overlapped"] = simulate(blocking).makespan_s
-    return found
+    return {change: time_s / program.epochs for change, time_s in found.items()}
 
 
 # With twice the bandwidth, a transfer takes as long as one of half the size.

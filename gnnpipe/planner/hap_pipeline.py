@@ -212,8 +212,7 @@ class GroupPlanner:
         tried = [_runs(weights[choice], self.workload.model.num_ops) for choice in chosen]
         tried = [runs for runs in tried if all(first in cuts for first, _ in runs[1:])]
         if choices.cuts is Choice.SEARCHED:
-            # Messages pass while a stage computes, unless they take longer than the stage.
-            tried += [cut_chain(prefixes, cuts, each, chunks) for each in (hops, [0.0] * len(hops))]
+            tried.append(cut_chain(prefixes, cuts, hops, chunks))
 
         def epoch_s(runs: Runs) -> float:
             times = [float(p[b] - p[a]) for p, (a, b) in zip(prefixes, runs, strict=True)]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 from gnnpipe.config import TrainConfig
@@ -94,6 +95,11 @@ class Predictor:
             return run_costs(prepared, profile, ranks_per_machine, sizes).with_speeds(speeds)
 
         return cls(prepared, mesh, on_rank_0(mesh, costs), profile, speeds)
+
+    @cached_property
+    def usual(self) -> Prediction:
+        """The predicted last epoch, without its timeline; the first access is on every rank."""
+        return replace(self.epoch(), timeline=())
 
     def epoch(self, order: Sequence[int] | None = None) -> Prediction:
         """Predict an epoch with the chunks in ``order`` (default: the order of the last epoch).

@@ -44,7 +44,7 @@ from gnnpipe.setup.inputs import (
     row_dtype,
     settled_config,
 )
-from gnnpipe.setup.memory_estimate import memory_by_rank, memory_settings
+from gnnpipe.setup.memory_estimate import memory_by_rank, memory_settings, with_program
 from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepare import shape_of, training_programs
 from gnnpipe.setup.prepared import Prepared, chunk_order
@@ -199,7 +199,7 @@ def scenario_of(prepared: Prepared) -> Scenario:
         prepared.dag,
         prepared.model_graph,
         prepared.program,
-        prepared.chunk_order(prepared.exact_epochs),
+        prepared.passes(prepared.exact_epochs, prepared.program.epochs),
         chunk_sizes(prepared),
         prepared.volume,
         [m.on_device for m in memory_by_rank(prepared)],
@@ -226,7 +226,7 @@ def _scenario_of_plan(
     config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Plan
 ) -> Scenario:
     config, chunks = settled_config(config, plan), plan.chunks
-    staleness = config.staleness_settings_for(chunks)
+    staleness = config.staleness_settings_for(chunks, plan.schedule)
     dag = StageDag.of(plan, model)
     program, _ = training_programs(config, model, dag)
     probes = _probes(config, shape, model, program)
@@ -261,9 +261,16 @@ def _scenario_of_plan(
         dag,
         model,
         with_forecast(dag, program) if probes else program,
-        chunk_order(
-            plan.chunks, config.seed if staleness.shuffle_chunks else None, staleness.exact_epochs
-        ),
+        [
+            chunk
+            for epoch in range(program.epochs)
+            for chunk in chunk_order(
+                plan.chunks,
+                config.seed if staleness.shuffle_chunks else None,
+                staleness.exact_epochs + epoch,
+                program.most_in_flight if program.epochs > 1 else 1,
+            )
+        ],
         sizes,
         volume,
         memory,
@@ -318,6 +325,7 @@ def memory_of_shape(
         is_exact=is_exact,
         extra_weights=(probes > 0) + (config.kept_epoch == "best"),
     )
+    settings = with_program(settings, config, program)
     estimates = [
         estimate_memory(
             dag, model, i, _shard_sizes_of_shape(shape, stage.shards, is_exact, probes), settings

@@ -280,7 +280,8 @@ def _simulate(
         config = replace(config, kernel=profile.kernel)
     costs = _costs(scenario, config, profile, cluster)
     timeline = simulate_tasks(program_tasks(scenario.program, costs, scenario.order))
-    epochs = simulated_epochs(timeline, scenario.plan.placement)
+    count = scenario.program.epochs
+    epochs = simulated_epochs(timeline, scenario.plan.placement, count)
     link = profile.message if cluster is None else cluster.link
     bytes_per_s = math.inf if link is None else link.bandwidth_bytes_per_s
     changed = what_ifs(timeline, scenario.program, costs, scenario.order)
@@ -288,7 +289,8 @@ def _simulate(
     if doubled is not None:
         twice = _costs(doubled, config, profile, cluster)
         tasks = program_tasks(doubled.program, twice, doubled.order)
-        changed[f"--chunks {doubled.plan.chunks}"] = simulate_tasks(tasks).makespan_s
+        makespan_s = simulate_tasks(tasks).makespan_s
+        changed[f"--chunks {doubled.plan.chunks}"] = makespan_s / doubled.program.epochs
     name = task_group if ranks > SHOWN_RANKS else task_place
     return Simulation(
         stages=scenario.plan.num_stages,
@@ -297,7 +299,7 @@ def _simulate(
         chunks=scenario.plan.chunks,
         schedule=scenario.plan.schedule,
         profile=f"{profile.machine}, {profile.source}; {profile.note}",
-        predicted_epoch_time_s=timeline.makespan_s,
+        predicted_epoch_time_s=timeline.makespan_s / count,
         predicted_time_shares=time_shares(epochs, scenario.plan.placement, [bytes_per_s] * ranks),
         memory_bytes=scenario.memory_bytes,
         device_memory_bytes=device_bytes[:ranks],

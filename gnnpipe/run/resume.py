@@ -133,7 +133,7 @@ def resumed_config(run: str | Path, changes: Mapping[str, Any] | None = None) ->
         values["plan"] = str(own_plan) if own_plan.exists() else values["plan"]
     if changes.get("plan", "uniform") != "uniform":
         # The shape of the run so far; the new plan has one of its own.
-        for name in ("stages", "shards", "chunks", "row_way"):
+        for name in ("stages", "shards", "chunks", "row_way", "schedule", "steps_every", "weights"):
             values.pop(name, None)
     if changes.get("plan") == "auto":
         values.pop("profile", None)  # speeds are measured anew

@@ -145,7 +145,7 @@ def straggler_watch(prepared: Prepared, predictor: Predictor | None) -> Straggle
     """Return the watch of a run; call it on every rank, with the same result."""
     placement, stages = prepared.plan.placement, prepared.plan.stages
     if predictor is not None:
-        shares, speeds = predictor.epoch().time_shares, predictor.speeds
+        shares, speeds = predictor.usual.time_shares, predictor.speeds
         work = [share.compute_s * s for share, s in zip(shares, speeds, strict=True)]
         if min(work) > 0:
             return StragglerWatch([range(placement.num_ranks)], work, speeds)

@@ -99,9 +99,21 @@ def _ways_line(prepared: Prepared) -> str:
     return f"rows travel among shards by {', by '.join(parts)}"
 
 
+def _steps_line(prepared: Prepared, order: str) -> str:
+    """Return how often the optimizer steps, and the weights of passes with a version gap."""
+    program = prepared.program
+    every = program.chunks // (program.consistency.optimizer_steps or 1)
+    text = f"not the full batch: an optimizer step after {_count(every, 'chunk')}, {order}"
+    if program.largest_gap:
+        text += f", weights {prepared.config.weights}"
+    return f"{text}, a flush every {_count(program.epochs, 'epoch')}"
+
+
 def _staleness_lines(prepared: Prepared) -> list[str]:
     config, settings, num_probes = prepared.config, prepared.staleness, len(prepared.probes)
     parts = [f"chunks {'shuffled' if settings.shuffle_chunks else 'in fixed order'}"]
+    if prepared.program.steps_by_chunk:
+        return [_steps_line(prepared, parts[0])]
     if settings.snapshot_every > 1:
         parts.append(f"snapshot every {settings.snapshot_every} epochs")
     parts.append(f"gradients from other chunks x {settings.scale_live_gradients:g}")

@@ -169,6 +169,9 @@ def _config(own: TrainConfig, num_ranks: int, changes: Mapping[str, Any]) -> Tra
         "patience": 0,
         "keep_weights": "last",
         "lr_schedule": "constant",
+        "schedule": "fill-drain",
+        "steps_every": None,
+        "weights": "predict",
     }
     shape = ("stages", "shards", "chunks")
     if num_ranks == 1:

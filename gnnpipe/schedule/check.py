@@ -89,10 +89,11 @@ class CheckedProgram(Program):
 
     def reads_text(self) -> str:
         """Return the line about stale reads that is printed at the start of a run."""
-        total = self.live_reads + self.stale_reads
+        total, stale = self.live_reads + self.stale_reads, self.stale_reads
         if self.is_exact:
             return "exact: no stale read"
-        text = f"stale: {self.stale_reads} of {total} chunk reads come from an earlier epoch"
+        total, stale = total // self.epochs, stale // self.epochs
+        text = f"stale: {stale} of {total} chunk reads come from an earlier epoch"
         if not self.steps_by_chunk:
             return text
         gaps, flying = (

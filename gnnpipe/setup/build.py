@@ -341,8 +341,9 @@ class _RankBuilder:
             table = FeatureTable(x, prepared.dtype, device, num_labels)
             if table.label_columns is not None:
                 self._add_label_table(table.label_columns, own, keys)
-        # Stored masks take a byte per number; recomputed masks are equal.
+        # Stored masks take a byte per number of all rows; masks made for a chunk alone are equal.
         is_stored = pointer is not None and not prepared.recomputes(self._mesh.stage)
+        is_stored = is_stored and not prepared.program.steps_by_chunk
         masks = KeptMasks(keys) if is_stored else None
         ends = [0, len(own)] if pointer is None else pointer.tolist()
         return [

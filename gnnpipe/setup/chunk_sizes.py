@@ -77,9 +77,19 @@ def _sizes_of(prepared: Prepared, chunking: Chunking) -> ChunkSizes:
         loss_row_counts=summed({graph.target: loss_rows.astype(np.int64)})[graph.target],
         loss_row_edges=summed({graph.target: graph.degrees * loss_rows})[graph.target],
         loss_row_source_edges=_loss_row_source_edges(graph, chunking, loss_rows),
-        shared=prepared.shared_tables,
-        stale_edges={t: c // 2 for t, c in summed(dict.fromkeys(names, crossing)).items()},
+        shared=_back_over_some_edges(prepared),
+        stale_edges={
+            t: c // (1 if prepared.program.steps_by_chunk else 2)
+            for t, c in summed(dict.fromkeys(names, crossing)).items()
+        },
     )
+
+
+def _back_over_some_edges(prepared: Prepared) -> frozenset[str]:
+    """Returns the ops whose gradients return over live edges alone, or those of their chunk."""
+    if not prepared.program.steps_by_chunk:
+        return prepared.shared_tables
+    return frozenset(op.name for op in prepared.model_graph.aggregations if op.is_linear)
 
 
 def _loss_row_source_edges(graph: Graph, chunking: Chunking, loss_rows: BoolArray) -> Numbers:

@@ -13,16 +13,17 @@ import torch
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
-from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import shard_layout, table_layouts
 from gnnpipe.graph.operators import EVERYONE, SUM, SYMMETRIC_KINDS
 from gnnpipe.graph.order import resolve_order
 from gnnpipe.graph.quality import copied_rows, crossing_degrees
 from gnnpipe.machine import memory_bytes
+from gnnpipe.optim.weight_policies import copies_held
 from gnnpipe.perf import MemoryEstimate, MemorySettings, ShardSizes, estimate_memory
 from gnnpipe.perf.memory import human_bytes, partition_bytes
 from gnnpipe.runtime.comm.launch import launched_local_rank
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.loss_rows import loss_rows_of_shard
@@ -146,10 +147,23 @@ def memory_settings(
     )
 
 
+def with_program(
+    settings: MemorySettings, config: TrainConfig, program: CheckedProgram
+) -> MemorySettings:
+    """Returns the settings with the chunks in flight and the versions of the weights."""
+    if not program.steps_by_chunk or program.chunks == 1:
+        return settings
+    copies: tuple[int, ...] = ()
+    if program.largest_gap:
+        gaps = map(max, program.version_gaps)
+        copies = tuple(copies_held(config.weights, gap) for gap in gaps)
+    return replace(settings, in_flight=program.in_flight, version_copies=copies)
+
+
 def _settings_of(prepared: Prepared) -> MemorySettings:
     graph, config = prepared.graph, prepared.config
     features = [graph.x] if graph.types is None else list(graph.types.features.values())
-    return memory_settings(
+    settings = memory_settings(
         config,
         prepared.plan.chunks,
         has_sparse_features=any(map(sp.issparse, features)),
@@ -157,6 +171,7 @@ def _settings_of(prepared: Prepared) -> MemorySettings:
         is_exact=prepared.program.is_exact,
         extra_weights=(len(prepared.probes) > 0) + (config.kept_epoch == "best"),
     )
+    return with_program(settings, config, prepared.program)
 
 
 def _shard_sizes(prepared: Prepared, stage: int, shard: int, crossing: Counts | None) -> ShardSizes:
@@ -180,7 +195,7 @@ def _shard_sizes(prepared: Prepared, stage: int, shard: int, crossing: Counts | 
         loss_rows=loss_rows_of_shard(graph, prepared.loss_row_mask, prepared.loss_rows, layout.own),
         loss_numbers=int(graph.train_mask[layout.own].sum()) * _kept_by_loss(prepared),
         own_pairs=int(graph.pairs.degrees[layout.own].sum()) if graph.pairs else 0,
-        live_share=_live_share(graph, layout.own, crossing),
+        live_share=_live_share(prepared, layout.own, crossing),
         copied_share=(
             0.0 if is_linear else copied_rows(graph, prepared.chunking) / graph.num_vertices
         ),
@@ -213,13 +228,17 @@ def _crossing(prepared: Prepared) -> Counts | None:
     return crossing_degrees(prepared.graph, prepared.chunking)
 
 
-def _live_share(graph: Graph, rows: Counts, crossing: Counts | None) -> float:
-    """Returns the mean share of the edges into ``rows``, with self-loops, that are read live."""
+def _live_share(prepared: Prepared, rows: Counts, crossing: Counts | None) -> float:
+    """Returns the mean share of the edges into ``rows``, with self-loops, that gradients take.
+
+    These are the edges that are read live, or those inside chunks if gradients stay there.
+    """
     if crossing is None:
         return 0.0
-    entries = len(rows) + int(graph.degrees[rows].sum())
+    entries = len(rows) + int(prepared.graph.degrees[rows].sum())
     # Of two chunks that read each other, the one that is first in the order is read live.
-    return 1.0 - float(crossing[rows].sum()) / 2 / max(entries, 1)
+    lost = 1.0 if prepared.program.steps_by_chunk else 0.5
+    return 1.0 - lost * float(crossing[rows].sum()) / max(entries, 1)
 
 
 def _symmetric(prepared: Prepared) -> bool:

@@ -438,7 +438,7 @@ def _program_by_chunk(
     if every is not None and plan.chunks % every:
         raise InputError(f"--steps-every {every}: does not divide the plan's {plan.chunks} chunks")
     spans = SCHEDULES[plan.schedule].spans_epochs
-    epochs = epochs_to_flush(config, 0, MOST_EPOCHS) if spans else 1
+    epochs = epochs_to_flush(config, plan.chunks, 0, MOST_EPOCHS) if spans else 1
     found = training_program(dag, buckets, epochs=epochs, steps_every=every)
     if config.weights == "2bw" and found.largest_gap > 1:
         raise InputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -163,6 +164,10 @@ class Prepared:
         in_flight = self.program.most_in_flight if self.spans_epochs else 1
         return chunk_order(self.plan.chunks, seed, epoch, in_flight)
 
+    def passes(self, epoch: int, epochs: int) -> list[int]:
+        """Return the chunk of every pass of some epochs from ``epoch`` on."""
+        return [chunk for e in range(epochs) for chunk in self.chunk_order(epoch + e)]
+
     def program_text(self) -> str:
         """Returns all programs of the run as text."""
         when = [f"epochs 1 to {self.exact_epochs}"] if self.exact_epochs else []
@@ -219,17 +224,20 @@ class Prepared:
         return row_dtype(self.config)
 
 
-MOST_EPOCHS = 10
-"""Most epochs between two flushes; so many that a flush costs under 1 % of the time with K = 32."""
+MOST_EPOCHS, MOST_PASSES = 10, 320
+"""Most epochs between two flushes, and about as many passes: a flush of four stages then costs 1 %
+of the time."""
 
 
-def epochs_to_flush(config: TrainConfig, epoch: int, last_epoch: int) -> int:
+def epochs_to_flush(config: TrainConfig, chunks: int, epoch: int, last_epoch: int) -> int:
     """Returns the number of epochs from ``epoch`` (from 0) to the next flush, at least 1.
 
-    Flushes come where evaluations and checkpoints are due, and every ``MOST_EPOCHS`` epochs. They
-    depend on the settings alone, and not on interruptions, so that a resumed run is the same.
+    Flushes come where evaluations and checkpoints are due, and after ``MOST_EPOCHS`` epochs or,
+    with many chunks, ``MOST_PASSES``. They depend on the settings alone, and not on interruptions,
+    so that a resumed run is the same.
     """
-    periods = (MOST_EPOCHS, config.eval_every, config.checkpoint_every)
+    most = min(MOST_EPOCHS, math.ceil(MOST_PASSES / chunks))
+    periods = (most, config.eval_every, config.checkpoint_every)
     ends = [(epoch // period + 1) * period for period in periods if period]
     return max(min(*ends, last_epoch) - epoch, 1)
 

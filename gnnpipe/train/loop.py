@@ -182,25 +182,31 @@ class Loop:
         start = time.perf_counter()
         program = self._exact_epochs.begin(epoch, executor.grad_clip)
         if program is self.prepared.program and self.prepared.spans_epochs:
-            count = epochs_to_flush(config, epoch, self.last_epoch)
+            chunks = self.prepared.plan.chunks
+            count = epochs_to_flush(config, chunks, epoch, self.last_epoch)
             program = self.prepared.program_over(count)
         numbers = range(epoch, epoch + program.epochs)
-        orders = [self.prepared.chunk_order(number) for number in numbers]
         rates = [self._learning_rate.value]
 
         def end_epoch() -> None:
             self._learning_rate.step(None)
             rates.append(self._learning_rate.value)
 
-        every_pass = [chunk for order in orders for chunk in order]
+        every_pass = self.prepared.passes(epoch, program.epochs)
         if self.rank_runtime.rates is not None:
             coming = self._learning_rate.coming(program.epochs)
             self.rank_runtime.rates.begin(coming, program.consistency.optimizer_steps or 1)
         losses = train_epochs(self.rank_runtime, mesh, program, every_pass, epoch, end_epoch)
         self._exact_epochs.end(program, executor.grad_clip.norm, executor.has_stepped)
         stale = [
-            measure_staleness(self.prepared, self.rank_runtime, mesh, order, program.is_exact)
-            for order in orders
+            measure_staleness(
+                self.prepared,
+                self.rank_runtime,
+                mesh,
+                self.prepared.chunk_order(number),
+                program.is_exact,
+            )
+            for number in numbers
         ]
         time_s = (time.perf_counter() - start) / program.epochs
         if not executor.has_stepped and self._mend(numbers[-1], sum(losses)):

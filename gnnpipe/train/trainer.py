@@ -458,7 +458,7 @@ class Trainer:
             speeds = planned_speeds(self._planner, mesh)
             predictor = Predictor.of_run(prepared, mesh, epochs, speeds)
         if predictor is not None:
-            progress.say(f"predicted: {predictor.epoch().epoch_time_s:.3g} s an epoch")
+            progress.say(f"predicted: {predictor.usual.epoch_time_s:.3g} s an epoch")
         # Memory that the prediction leaves in the heap must not count as memory of the graph.
         return predictor, replace(self._ready()[2], memory_before_bytes=memory_before_bytes)
 

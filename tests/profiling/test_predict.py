@@ -12,8 +12,9 @@ from profiles import prepared_of, profile_of
 
 from gnnpipe import Trainer
 from gnnpipe.cli.main import main
-from gnnpipe.perf import read_trace
+from gnnpipe.perf import read_trace, simulate
 from gnnpipe.perf.memory import human_bytes
+from gnnpipe.profiling import predict as predicting
 from gnnpipe.profiling import profile as profiling
 from gnnpipe.profiling.predict import MIN_EPOCHS
 from gnnpipe.profiling.profile import take_short_profile
@@ -215,11 +216,20 @@ def test_a_profile_that_would_take_too_long_is_given_up(tmp_path, monkeypatch):
     assert math.isfinite(result["epoch_time_s"])
 
 
-def test_a_given_profile_is_used_whatever_the_length(tmp_path):
+def test_a_given_profile_is_used_whatever_the_length(tmp_path, monkeypatch):
+    simulated = []
+
+    def counting(tasks):
+        simulated.append(tasks)
+        return simulate(tasks)
+
+    monkeypatch.setattr(predicting, "simulate", counting)
     profile = profile_of(prepared_of(layers=2).model_graph)
     path = tmp_path / "profile.json"
     path.write_text(profile.to_json())
     result, _ = trained(tmp_path, "--epochs", "2", "--profile", str(path))
+    # Before the run, once for the line and for the watch of slow ranks, and for the result.
+    assert len(simulated) == 2
     # Every op takes half a second for each of four parts, and half for what is once an epoch.
     assert result["predicted_epoch_time_s"] > 4
 

@@ -228,23 +228,25 @@ class Periods:
 
 
 @pytest.mark.parametrize(
-    ("eval_every", "checkpoint_every", "flushes"),
+    ("chunks", "eval_every", "checkpoint_every", "flushes"),
     [
-        (0, None, [10, 20, 25]),
-        (10, 0, [10, 20, 25]),
-        (4, None, [4, 8, 10, 12, 16, 20, 24, 25]),
-        (0, 7, [7, 10, 14, 20, 21, 25]),
-        (1, None, list(range(1, 26))),
+        (32, 0, None, [10, 20, 25]),
+        (32, 10, 0, [10, 20, 25]),
+        (8, 4, None, [4, 8, 10, 12, 16, 20, 24, 25]),
+        (8, 0, 7, [7, 10, 14, 20, 21, 25]),
+        (8, 1, None, list(range(1, 26))),
+        (64, 0, None, [5, 10, 15, 20, 25]),
+        (1000, 0, None, list(range(1, 26))),
     ],
 )
-def test_flushes_depend_on_the_settings_alone(eval_every, checkpoint_every, flushes):
+def test_flushes_depend_on_the_settings_alone(chunks, eval_every, checkpoint_every, flushes):
     config = Periods(eval_every, checkpoint_every)
     found, epoch = [], 0
     while epoch < 25:
-        epoch += epochs_to_flush(config, epoch, 25)
+        epoch += epochs_to_flush(config, chunks, epoch, 25)
         found.append(epoch)
     assert found == flushes
     # From any epoch on, the next flush is the same.
     for epoch in range(25):
-        due = epoch + epochs_to_flush(config, epoch, 25)
+        due = epoch + epochs_to_flush(config, chunks, epoch, 25)
         assert due == next(f for f in flushes if f > epoch)
