@@ -22,8 +22,8 @@ def rate_scale(steps: int) -> float:
     """Factor on a learning rate that is right for one step an epoch, with ``steps`` of them.
 
     The gradient of a step is then that of a chunk, whose noise grows with the number of chunks. The
-    square root is the rule for Adam when the batch becomes smaller (arXiv 2205.10287); here it was
-    checked for 8 to 128 steps (docs/how-to/train-with-fewer-epochs.md).
+    square root is the rule for Adam when the batch becomes smaller (arXiv 2205.10287), checked in
+    docs/adr/0048-learning-rate-of-several-steps.md.
     """
     return 1 / math.sqrt(steps)
 
