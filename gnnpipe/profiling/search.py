@@ -321,7 +321,9 @@ class RunPlanner:
         """Returns a profile, and the cluster: as given, or measured if speeds differ."""
         config, world = self.config, self.world
         if config.profile:
-            return world.share(on_rank_0(world, lambda: Profile.read(config.profile))), cluster
+            return world.share(
+                on_rank_0(world, lambda: Profile.read_to_use(config.profile))
+            ), cluster
         assert request.prepared_with is not None
         num_ops = request.model.num_ops
         mesh = Mesh.of(world, Placement.grid(1, world.world_size))
