@@ -252,7 +252,7 @@ def take_planning_profile(
     samples: list[Sample] = []
     faster: Mapping[int, float] = {}
     for chunks in PLANNING_CHUNKS if num_vertices >= MIN_ROWS * max(PLANNING_CHUNKS) else (1,):
-        is_layered = chunks > 1 and config.staleness_settings_for(chunks).is_exact
+        is_layered = chunks > 1 and config.staleness_settings_for(chunks, config.schedule).is_exact
         schedule = EXACT_SCHEDULE if is_layered else "fill-drain"
         prepared = _without_precomputed(prepared_with(one_stage(num_ops, chunks, schedule)))
         samples += measure_steps(prepared, mesh.device, has_cores, is_brief=True)
