@@ -82,7 +82,7 @@ class Predictor:
         ranks_per_machine = most_ranks_per_machine(mesh)
         sizes = chunk_sizes(prepared) if mesh.rank == 0 else None
         if has_file:
-            profile = on_rank_0(mesh, lambda: Profile.read(config.profile))
+            profile = on_rank_0(mesh, lambda: Profile.read_to_use(config.profile))
         else:
             with Step("measuring an epoch, to predict its time", config.quiet, mesh.rank == 0):
                 profile = _short_profile(prepared, mesh, sizes, epochs, speeds)
