@@ -136,7 +136,8 @@ def fitted(
 
     In stages that do not fit otherwise, no rows travel by columns, which takes the matrix of the
     whole graph. If this is not enough, devices that are too small get fewer rows, or the stages
-    recompute, or both, whatever is the fastest by the closed form.
+    recompute, or both, or some stages the one and some the other, whatever is the fastest by the
+    closed form.
 
     ``planned``: returns the candidate for given stages that recompute. If no choice of stages fits,
     the result does not fit either.
@@ -147,7 +148,10 @@ def fitted(
         return candidate
     again = _recomputing(candidate, planned, space)
     both = again.with_smaller_shares(limits).without_needless_recomputation(limits)
-    tried = [candidate.with_smaller_shares(limits), again, both]
+    moved = candidate.with_smaller_shares(limits)
+    tried = [moved, again, both]
+    if space.can_recompute:
+        tried.append(moved.recomputing(moved.stages_over(limits)))
     fitting = [one for one in tried if not one.stages_over(limits)]
     return min(fitting, key=lambda c: c.closed_form_s, default=again)
 

@@ -172,22 +172,19 @@ class Candidate:
     def with_smaller_shares(self, device_bytes: Sequence[int]) -> Candidate:
         """Return the plan with fewer rows on devices that cannot hold theirs.
 
-        The other ranks of the stage get more, in proportion to their shares. The same plan if that
-        does not help.
+        The other ranks of the stage get more, in proportion to their shares. A stage whose devices
+        together cannot hold all rows stays as it is.
         """
         plan, work = self.plan, self.form.workload
-        over, stages = self.stages_over(device_bytes), []
-        for i, stage in enumerate(plan.stages):
-            if i in over:
-                most = self.largest_shares(stage, device_bytes)
-                if min(most) <= 0 or sum(most) < 1:
-                    return self
-                shares = capped(np.array(stage.shares), most)
-                stage = replace(stage, shares=tuple(map(float, shares)))
-            stages.append(stage)
+        stages = list(plan.stages)
+        for i in self.stages_over(device_bytes):
+            most = self.largest_shares(stages[i], device_bytes)
+            if min(most) > 0 and sum(most) >= 1:
+                shares = capped(np.array(stages[i].shares), most)
+                stages[i] = replace(stages[i], shares=tuple(map(float, shares)))
         moved = replace(plan, stages=tuple(stages))
         has_rows = moved.split.num_parts * plan.chunks <= min(work.num_vertices.values())
-        return self.with_plan(moved) if over and has_rows else self
+        return self.with_plan(moved) if moved != plan and has_rows else self
 
     def limited_ranks(self, device_bytes: Sequence[int]) -> Iterator[tuple[int, float, float]]:
         """Yield the ranks whose share is as large as their memory allows, and less than by speed.
