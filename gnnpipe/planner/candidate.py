@@ -183,7 +183,7 @@ class Candidate:
                 shares = capped(np.array(stages[i].shares), most)
                 stages[i] = replace(stages[i], shares=tuple(map(float, shares)))
         moved = replace(plan, stages=tuple(stages))
-        has_rows = moved.split.num_parts * plan.chunks <= min(work.num_vertices.values())
+        has_rows = moved.split.can_cut(work.num_vertices, plan.chunks)
         return self.with_plan(moved) if moved != plan and has_rows else self
 
     def limited_ranks(self, device_bytes: Sequence[int]) -> Iterator[tuple[int, float, float]]:
