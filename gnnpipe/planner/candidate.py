@@ -310,13 +310,15 @@ class FoundPlan:
             equal = best.with_plan(replace(plan, stages=even))
             is_over = bool(equal.stages_over(self.space.device_bytes))
             cost = "not fit" if is_over else f"cost {self._cost_of(equal.plan)}"
-            yield f"shares of the rows: {_shares_text(plan)}; equal shares would {cost}"
+            yield f"shares of the work: {_shares_text(plan)}; equal shares would {cost}"
         limited = list(best.limited_ranks(self.space.device_bytes))
         for rank, share, usual in limited[:SHOWN_RANKS]:
             yield (
-                f"memory limits rank {rank} to {share:.0%} of the rows of its stage; by speed it "
+                f"memory limits rank {rank} to {share:.0%} of the work of its stage; by speed it "
                 f"would have {usual:.0%}"
             )
+        if len(limited) > SHOWN_RANKS:
+            yield f"... and {len(limited) - SHOWN_RANKS} more ranks"
         if plan.ways:
             ops = _runs_text(sorted(plan.ways))
             cost = self._cost_of(replace(plan, ways={}))
@@ -324,7 +326,7 @@ class FoundPlan:
         if plan.recomputes:
             stages = [str(i) for i, stage in enumerate(plan.stages) if stage.recompute]
             numbers = ", ".join(stages[:SHOWN_RANKS]) + ", ..." * (len(stages) > SHOWN_RANKS)
-            yield f"recomputation, without which these stages do not fit into memory: {numbers}"
+            yield f"stages that recompute, because they do not fit into memory otherwise: {numbers}"
 
     def _cost_of(self, plan: Plan) -> str:
         """Return by how much another plan is slower by simulation, in per cent."""

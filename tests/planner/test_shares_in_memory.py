@@ -182,7 +182,7 @@ def test_auto_plans_for_a_cluster_with_one_small_card(tmp_path):
     assert stage.shares[2] == pytest.approx(1 / 6, rel=0.02)
     text = "\n".join(found.lines())
     assert (
-        "memory limits rank 2 to 17% of the rows of its stage; by speed it would have 33%" in text
+        "memory limits rank 2 to 17% of the work of its stage; by speed it would have 33%" in text
     )
     assert "equal shares would not fit" in text
     # With enough memory no rank is limited.
