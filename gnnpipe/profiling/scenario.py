@@ -380,7 +380,7 @@ def _plan_of_shape(
         {"": shape.stored or shape.vertices * shape.features},
     )
     plan = planner.plan(PlanRequest(model, counts, shape_of(config)))
-    if shape.vertices < plan.split.num_parts * plan.chunks:
+    if not plan.split.can_cut(counts.num_vertices, plan.chunks):
         raise InputError(
             f"--chunks {plan.chunks}: with --shards {plan.shards_text} more pieces than the "
             f"{shape.vertices:,} vertices; try fewer"
