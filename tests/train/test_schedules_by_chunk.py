@@ -2,9 +2,10 @@
 
 import math
 
+import pyg_models
 import pytest
 import torch
-from helpers import quick_config, small_graph
+from helpers import carrying, quick_config, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
 
@@ -40,6 +41,29 @@ def test_one_chunk_is_the_full_batch_to_the_bit():
         more = {"lr_schedule": "cosine", "optimizer": "SGD", "lr": 0.5, "momentum": 0.9}
         plain.append(trained(schedule=schedule, **more))
     assert plain[0] == plain[1] == plain[2]
+
+
+OWN = {
+    "gat": lambda: Attention(),
+    "edge features": pyg_models.Attributed,
+    "statistics": lambda: pyg_models.Normed(pyg.GraphNorm(pyg_models.HIDDEN)),
+}
+
+
+@pytest.mark.parametrize("model", OWN)
+def test_one_chunk_over_several_epochs_to_a_flush_is_the_full_batch_to_the_bit(model):
+    graph = small_graph()
+    if model == "edge features":
+        graph = carrying(graph, "edge_attr")
+    found = []
+    for schedule in ("fill-drain", "1f1b", "async"):
+        torch.manual_seed(2)
+        run = quick_config(
+            schedule=schedule, epochs=5, eval_every=0, optimizer="SGD", lr=0.2, predict=False
+        )
+        result = Trainer(run, graph, OWN[model]()).fit()
+        found.append([row.loss for row in result.history])
+    assert found[0] == found[1] == found[2]
 
 
 def test_metrics_have_a_row_for_every_epoch():
