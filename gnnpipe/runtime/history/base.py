@@ -96,8 +96,8 @@ class History(ABC):
         self._snapshot = torch.zeros_like(self.table) if spec.snapshot_every > 1 else None
         self._grads = self.table.new_empty(0, width)
         self.stays_in_chunk = False
-        """Whether gradients stay in their chunk. One pass may then span several epochs: each pull must
-        forget what it has returned."""
+        """Whether gradients stay in their chunk; each pull then forgets what it has returned,
+        because several epochs may follow before ``begin_epoch``."""
         self._of_chunk: dict[int, Tensor] = {}
         """Gradients recorded by chunks that have not pulled yet, if gradients stay in them."""
         self._arriving: list[CollectiveWork] = []
