@@ -420,14 +420,14 @@ class Settings:
         """The epoch whose weights are kept: 'last' or 'best'."""
         return self.keep_weights or ("best" if self.patience else "last")
 
-    def staleness_settings_for(self, chunks: int, schedule: str = "") -> StalenessSettings:
-        """The preset ``staleness``, overridden by the fields that are set, for K ``chunks``.
+    def staleness_settings_for(self, chunks: int, schedule: str) -> StalenessSettings:
+        """The preset ``staleness``, overridden by the fields that are set.
 
-        ``schedule``: of the plan; default: that of the settings.
+        ``chunks`` and ``schedule``: of the plan.
         """
         if chunks == 1:
             return PRESETS["none"]  # nothing is stale
-        if (schedule or self.schedule) in BY_CHUNK:
+        if schedule in BY_CHUNK:
             is_shuffled = self.shuffle_chunks is not False
             return dataclasses.replace(PRESETS["none"], shuffle_chunks=is_shuffled)
         names = [f.name for f in dataclasses.fields(StalenessSettings) if f.name != "is_exact"]

@@ -28,7 +28,7 @@ def check_combinations(config: Settings) -> None:
     _check_model(config)
     _check_epochs(config)
     _check_checkpoints(config)
-    check_staleness(config, config.chunks)
+    check_staleness(config, config.chunks, config.schedule)
     _check_plan(config)
     if config.plan in ("uniform", "auto"):  # the schedule of a plan file is checked with its plan
         check_schedule(config, config.chunks, config.schedule)
@@ -154,12 +154,11 @@ UNUSED_IN_EXACT = {
 """Settings that have no effect in an exact run, and the value that says the same."""
 
 
-def check_staleness(config: Settings, chunks: int, schedule: str = "") -> None:
-    """``InputError`` if the settings of stale rows contradict each other with K ``chunks``.
+def check_staleness(config: Settings, chunks: int, schedule: str) -> None:
+    """``InputError`` if the settings of stale rows contradict each other with a plan.
 
-    ``schedule``: of the plan; default: that of the settings.
+    ``chunks`` and ``schedule``: of the plan.
     """
-    schedule = schedule or config.schedule
     if schedule in BY_CHUNK:
         _check_staleness_by_chunk(config, schedule)
         return
@@ -173,7 +172,7 @@ def check_staleness(config: Settings, chunks: int, schedule: str = "") -> None:
                 f"{word} {value}: has no effect with --staleness exact, where nothing is stale; "
                 f"leave one of the two out, or try {off}"
             )
-    found = config.staleness_settings_for(chunks)
+    found = config.staleness_settings_for(chunks, schedule)
     if found.probes_per_column and found.snapshot_every > 1:
         name = "probes_per_column" if config.snapshot_every is None else "snapshot_every"
         hint = "--snapshot-every 1" if config.snapshot_every is None else "--staleness paper"

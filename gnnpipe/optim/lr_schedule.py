@@ -22,8 +22,8 @@ def rate_scale(steps: int) -> float:
     """Factor on a learning rate that is right for one step an epoch, with ``steps`` of them.
 
     The gradient of a step is then that of a chunk, whose noise grows with the number of chunks. The
-    square root is the rule for Adam when the batch becomes smaller (arXiv 2205.10287); here it was
-    checked for 8 to 128 steps (docs/how-to/train-with-fewer-epochs.md).
+    square root is the rule for Adam when the batch becomes smaller (arXiv 2205.10287), checked in
+    docs/adr/0048-learning-rate-of-several-steps.md.
     """
     return 1 / math.sqrt(steps)
 
@@ -56,7 +56,7 @@ class LearningRate:
         """
         self._optimizer, self._config = optimizer, config
         self._name = config.lr_schedule_with(steps)
-        self._scale = rate_scale(steps) if factory is None else 1.0
+        self._steps = steps if factory is None else 1
         self._factory, self._is_error = factory, is_error
         # Some schedulers change more than the learning rate.
         self._first = [
@@ -74,6 +74,17 @@ class LearningRate:
         """Learning rate of the next step, of the first group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
+    @property
+    def steps_text(self) -> str:
+        """Line on the rates with several steps an epoch; empty with one or a user's scheduler."""
+        if self._steps == 1:
+            return ""
+        whole = float(self._first[0]["lr"])
+        return (
+            f"{self._steps} optimizer steps an epoch: learning rate {self._name} from "
+            f"{whole * rate_scale(self._steps):.3g}, which is {whole:g} / sqrt({self._steps})"
+        )
+
     def restart(self, factor: float, metrics: Iterable[float | None]) -> None:
         """Repeat the schedule of past epochs with ``factor`` on all learning rates.
 
@@ -82,7 +93,7 @@ class LearningRate:
         for group, first in zip(self._optimizer.param_groups, self._first, strict=True):
             group.pop("initial_lr", None)
             group.update(first)
-            group["lr"] = first["lr"] * self._scale * factor
+            group["lr"] = first["lr"] * rate_scale(self._steps) * factor
         if self._factory is None:
             self._early, self._late = self._warm_up(), self._by_name()
         else:

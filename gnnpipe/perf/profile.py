@@ -17,6 +17,7 @@ from dataclasses import asdict, astuple, dataclass, fields, replace
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
 from gnnpipe.documents import document_text, named, parse_json, read_dataclass
 from gnnpipe.errors import InputError
+from gnnpipe.output import warn
 from gnnpipe.plan import Op
 
 VERSION = 7
@@ -29,6 +30,7 @@ SHOWN_KINDS = 4
 """Kinds of ops that an error lists at most."""
 
 _HINT = "make one with `gnnpipe profile --save`"
+_AGAIN = "measure again on an idle machine, or with a larger graph"
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,9 @@ class Profile:
     collectives: Collectives = DEFAULT_COLLECTIVES
     """The row exchange and the sum that were measured."""
     waiting_share: float = 0.0
-    """Share of the measured time in which a rank waited for a core, of the rank that waited most;
-    0 on a GPU, of ranks that share cores, and by hand."""
+    """Share of the measured time in which a rank's main thread could run and had no core, of the
+    rank that waited most; 0 on a GPU, of ranks that share cores, by hand, and where the system does
+    not count this time."""
 
     def __post_init__(self) -> None:
         counts = [times.ranks for times in self.compute]
@@ -251,15 +254,20 @@ class Profile:
         if self.message is None:
             yield "links: not measured with a single rank; use torchrun --nproc-per-node 2"
         if doubts := self.doubts():
-            yield f"warning: {doubts}; measure again on an idle machine, or with a larger graph"
+            yield f"warning: {doubts}; {_AGAIN}"
 
     def doubts(self) -> str:
-        """Return why the times may be wrong, by the fits and the waits for a core; '' if sound."""
-        errors = {kind: op.relative_error for t in self.compute for kind, op in t.ops.items()}
-        worst = max(errors, key=errors.__getitem__, default="")
+        """Return why the times may be wrong; '' if they seem right.
+
+        The worst fit of ops and links, and the time in which a rank waited for a core.
+        """
+        errors = [(op.relative_error, kind) for t in self.compute for kind, op in t.ops.items()]
+        links = {"message": self.message, "exchange": self.exchange, "shard sum": self.shard_sum}
+        errors += [(link.relative_error, name) for name, link in links.items() if link is not None]
+        error, worst = max(errors, default=(0.0, ""))
         found = []
-        if errors and errors[worst] > MOST_FIT_ERROR:
-            found.append(f"the fit of {worst} is off by {errors[worst]:.0%}")
+        if error > MOST_FIT_ERROR:
+            found.append(f"the fit of {worst} is off by {error:.0%}")
         if self.waiting_share > MOST_WAITING:
             found.append(
                 f"the machine was busy: a rank waited for a core for {self.waiting_share:.0%} of "
@@ -272,6 +280,14 @@ class Profile:
         """Read a file, written by ``gnnpipe profile`` or by hand; ``InputError`` if this fails."""
         source = f"--profile {path!r}"
         return cls.from_json(document_text(path, source, _HINT), source)
+
+    @classmethod
+    def read_to_use(cls, path: str) -> Profile:
+        """Read a file, as ``read``, to compute with its times; warns if these may be wrong."""
+        found = cls.read(path)
+        if doubts := found.doubts():
+            warn(f"--profile {path!r}: {doubts}; {_AGAIN}")
+        return found
 
     @classmethod
     def from_json(cls, text: str, source: str = "profile") -> Profile:

@@ -93,7 +93,7 @@ def profile_or_sheets(
     if sheets is None and not has_profile:
         raise InputError(f"simulate: give the times of the ops ({TIMES})")
     if sheets is None:
-        return profile or Profile.read(config.profile)
+        return profile or Profile.read_to_use(config.profile)
     if has_profile:
         raise InputError(
             f"--hardware {sheets}: --profile gives the times of the ops, too; leave one out"

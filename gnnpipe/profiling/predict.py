@@ -70,11 +70,11 @@ class Predictor:
 
         ``epochs``: how many the run has left. ``speeds``: of the ranks' devices; empty: all are
         equal. None if the config disables predictions, if a profile
-        would take too long or too few epochs are left, with label iterations or steps by chunk,
-        and on GPUs, whose epochs have no recorded steps.
+        would take too long or too few epochs are left, with label iterations, and on GPUs, whose
+        epochs have no recorded steps.
         """
         config = prepared.config
-        if not config.predict or config.label_iterations or prepared.program.steps_by_chunk:
+        if not config.predict or config.label_iterations:
             return None
         has_file = config.profile != ""
         if not has_file and (epochs < MIN_EPOCHS or mesh.device.type != "cpu"):
@@ -82,10 +82,10 @@ class Predictor:
         ranks_per_machine = most_ranks_per_machine(mesh)
         sizes = chunk_sizes(prepared) if mesh.rank == 0 else None
         if has_file:
-            profile = on_rank_0(mesh, lambda: Profile.read(config.profile))
+            profile = on_rank_0(mesh, lambda: Profile.read_to_use(config.profile))
         else:
             with Step("measuring an epoch, to predict its time", config.quiet, mesh.rank == 0):
-                profile = take_short_profile(prepared, mesh, sizes, epochs, speeds)
+                profile = _short_profile(prepared, mesh, sizes, epochs, speeds)
             if not mesh.share(profile is not None):
                 return None
 
@@ -110,12 +110,16 @@ class Predictor:
         found: Prediction | None = None
         if self._costs is not None:
             if order is None:
-                order = prepared.chunk_order(prepared.config.epochs - 1)
-            timeline = simulate(program_tasks(prepared.program, self._costs, order))
-            epochs = simulated_epochs(timeline, plan.placement)
+                count = prepared.program.epochs
+                order = prepared.passes(max(prepared.config.epochs - count, 0), count)
+            program, count = prepared.program, len(order) // plan.chunks
+            if count != program.epochs:
+                program = prepared.program_over(count)
+            timeline = simulate(program_tasks(program, self._costs, order))
+            epochs = simulated_epochs(timeline, plan.placement, count)
             links = [self._link_bytes_per_s] * plan.num_ranks
             found = Prediction(
-                timeline.makespan_s,
+                timeline.makespan_s / count,
                 time_shares(epochs, plan.placement, links),
                 predicted_spans(timeline, prepared.dag.steps, plan.placement),
             )
@@ -124,6 +128,16 @@ class Predictor:
             None if found is None else replace(found, timeline=())
         )
         return shared if found is None else found
+
+
+def _short_profile(
+    prepared: Prepared, mesh: Mesh, sizes: PlanSizes | None, epochs: int, speeds: Sequence[float]
+) -> Profile | None:
+    """Measure the run's own plan; if the run steps by chunk, in epochs of fill-drain."""
+    if prepared.program.steps_by_chunk:
+        prepared = prepared.drained_by_epoch
+        sizes = chunk_sizes(prepared) if mesh.rank == 0 else None
+    return take_short_profile(prepared, mesh, sizes, epochs, speeds)
 
 
 def on_rank_0(world: World, work: Callable[[], T]) -> T | None:

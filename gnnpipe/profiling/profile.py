@@ -22,6 +22,7 @@ from torch import nn
 
 from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.config import TrainConfig
+from gnnpipe.config.fields import flag
 from gnnpipe.config.validation import check_timed
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
@@ -129,6 +130,13 @@ def _checked(config: TrainConfig) -> TrainConfig:
             raise InputError(
                 f"--{name} {getattr(config, name)}: a profile serves every number of {name}; leave "
                 "it out"
+            )
+    defaults = TrainConfig()
+    for name in ("schedule", "steps_every", "weights"):
+        if getattr(config, name) != getattr(defaults, name):
+            raise InputError(
+                f"{flag(name)} {getattr(config, name)}: a profile serves every schedule; leave it "
+                "out"
             )
     if config.plan not in set(PLANNERS):
         raise InputError(f"--plan {config.plan!r}: a profile serves every plan; leave it out")
@@ -244,7 +252,7 @@ def take_planning_profile(
     samples: list[Sample] = []
     faster: Mapping[int, float] = {}
     for chunks in PLANNING_CHUNKS if num_vertices >= MIN_ROWS * max(PLANNING_CHUNKS) else (1,):
-        is_layered = chunks > 1 and config.staleness_settings_for(chunks).is_exact
+        is_layered = chunks > 1 and config.staleness_settings_for(chunks, config.schedule).is_exact
         schedule = EXACT_SCHEDULE if is_layered else "fill-drain"
         prepared = _without_precomputed(prepared_with(one_stage(num_ops, chunks, schedule)))
         samples += measure_steps(prepared, mesh.device, has_cores, is_brief=True)
@@ -345,7 +353,7 @@ class _Measured:
         # The run's own number first, so that a wrong setting is refused before anything is
         # measured.
         counts = [config.chunks, *(k for k in CHUNK_COUNTS if k != config.chunks)]
-        limit, spent_s, own_s = math.inf, 0.0, 0.0
+        limit, spent_s, waited_s = math.inf, 0.0, 0.0
         for chunks in counts:
             if chunks > limit:
                 break
@@ -353,17 +361,17 @@ class _Measured:
             prepared = self.prepared(chunks, here)
             if prepared is not None:
                 limit = max(prepared.graph.num_vertices // MIN_ROWS, config.chunks)
-                start_s, start_own_s = time.perf_counter(), time.thread_time()
+                start_s, start_waited_s = time.perf_counter(), waited_for_core_s()
                 samples += measure_steps(prepared, mesh.device, has_cores)
                 spent_s += time.perf_counter() - start_s
-                own_s += time.thread_time() - start_own_s
+                waited_s += waited_for_core_s() - start_waited_s
             done = self.turns.index(ranks) + (counts.index(chunks) + 1) / len(counts)
             report_progress(done / len(self.turns))
             limit = mesh.gather(limit)[reference[0]]
         boundary_s = boundary_time_per_number_s(mesh.device) if mesh.rank in here else 0.0
         found = fit_costs(_of_reference(mesh.gather(samples), reference))
         can_tell = has_cores and mesh.device.type == "cpu" and spent_s > 0
-        waiting = max(1 - own_s / spent_s, 0.0) if can_tell else 0.0
+        waiting = waited_s / spent_s if can_tell else 0.0
         times = _fitted_times(found, ranks, mesh.gather(boundary_s)[reference[0]])
         return times, max(mesh.gather(waiting))
 
@@ -391,6 +399,17 @@ def _op_times(fitted: Fitted, kind: str) -> OpTimes:
     steps = [name for name in names if name.startswith(("forward", "backward"))]
     errors = [fitted.errors[kind, name] for name in steps if (kind, name) in fitted.errors]
     return OpTimes(**costs, relative_error=max(errors))
+
+
+def waited_for_core_s(path: str = "/proc/thread-self/schedstat") -> float:
+    """Return the seconds in which this thread could run and had no core; 0 if they are not counted.
+
+    ``path``: the kernel's file; its second number is the run delay in ns.
+    """
+    try:
+        return int(Path(path).read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _processor() -> str:

@@ -229,7 +229,7 @@ def _scenario_of_plan(
     staleness = config.staleness_settings_for(chunks, plan.schedule)
     dag = StageDag.of(plan, model)
     program, _ = training_programs(config, model, dag)
-    probes = _probes(config, shape, model, program)
+    probes = _probes(config, shape, model, plan, program)
     by_shards = {
         shards: _sizes_of_shape(config, shape, model, dag, shards, program, probes)
         for shards in {stage.shards for stage in plan.stages} | {plan.split.num_parts}
@@ -316,10 +316,11 @@ def memory_of_shape(
     dag = dag or StageDag.of(_plan_of_shape(config, shape, model, planner), model)
     config = settled_config(config, dag.plan)
     plan, program = dag.plan, training_programs(config, model, dag)[0]
-    is_exact, probes = program.is_exact, _probes(config, shape, model, program)
+    is_exact, probes = program.is_exact, _probes(config, shape, model, plan, program)
     settings = memory_settings(
         config,
         plan.chunks,
+        plan.schedule,
         has_sparse_features=shape.stored > 0,
         is_symmetric=True,
         is_exact=is_exact,
@@ -362,11 +363,11 @@ def _shard_sizes_of_shape(
 
 
 def _probes(
-    config: TrainConfig, shape: GraphShape, model: ModelGraph, program: CheckedProgram
+    config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Plan, program: CheckedProgram
 ) -> int:
     if program.is_exact:
         return 0
-    each = config.staleness_settings_for(program.chunks).probes_per_column
+    each = config.staleness_settings_for(plan.chunks, plan.schedule).probes_per_column
     return min(probe_counts(model, [""], each)[""], shape.vertices)
 
 

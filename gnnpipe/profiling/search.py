@@ -58,7 +58,7 @@ def _workload(
     is_symmetric: bool,
 ) -> Workload:
     config = _unrounded(config)
-    each = config.staleness_settings_for(MAX_CHUNKS).probes_per_column
+    each = config.staleness_settings_for(MAX_CHUNKS, config.schedule).probes_per_column
     profile = hardware.profile_of(model, config)
     if hardware.profile is not None:
         check_profile(config, profile, hardware.num_devices, has_forecasts=False)
@@ -79,6 +79,7 @@ def _workload(
         memory_settings(
             config,
             MAX_CHUNKS,
+            config.schedule,
             has_sparse_features=counts.has_sparse_features,
             is_symmetric=is_symmetric,
             is_exact=True,
@@ -147,7 +148,7 @@ def search_space(
     ``device_bytes``: memory of the devices, if the hardware does not say. ``uses_all``: every
     device gets work. ``is_whole``: the model cannot be divided into chunks.
     """
-    staleness = config.staleness_settings_for(MAX_CHUNKS)
+    staleness = config.staleness_settings_for(MAX_CHUNKS, config.schedule)
     share = min(staleness.exact_epochs / config.epochs, 1.0)
     if staleness.exact_above:
         share = min(share + EXACT_AFTER_JUMPS, 1.0)
@@ -169,7 +170,7 @@ def scenario_of_found(config: TrainConfig, found: FoundPlan, shape: GraphShape) 
     """Returns the scenario of the best plan for a graph that is given in numbers."""
     best = found.best
     work, dag, is_exact = best.form.workload, best.dag, best.form.is_exact
-    staleness = config.staleness_settings_for(dag.plan.chunks)
+    staleness = config.staleness_settings_for(dag.plan.chunks, dag.plan.schedule)
     sizes = work.plan_sizes(dag.plan, is_exact)
     probes = 0 if is_exact else work.probes
     shuffle = config.seed if staleness.shuffle_chunks else None
@@ -321,7 +322,9 @@ class RunPlanner:
         """Returns a profile, and the cluster: as given, or measured if speeds differ."""
         config, world = self.config, self.world
         if config.profile:
-            return world.share(on_rank_0(world, lambda: Profile.read(config.profile))), cluster
+            return world.share(
+                on_rank_0(world, lambda: Profile.read_to_use(config.profile))
+            ), cluster
         assert request.prepared_with is not None
         num_ops = request.model.num_ops
         mesh = Mesh.of(world, Placement.grid(1, world.world_size))

@@ -146,12 +146,12 @@ def last_epoch_of(config: TrainConfig, epochs: int | None, done: int) -> int:
     return last_epoch
 
 
-def check_exact_epochs(config: TrainConfig, chunks: int, last_epoch: int) -> None:
+def check_exact_epochs(config: TrainConfig, plan: Plan, last_epoch: int) -> None:
     """Raise ``InputError`` if a run planned as exact would not be exact up to ``last_epoch``."""
     if last_epoch <= config.epochs:
         return
     planned, longer = (
-        replace(config, epochs=epochs).staleness_settings_for(chunks)
+        replace(config, epochs=epochs).staleness_settings_for(plan.chunks, plan.schedule)
         for epochs in (config.epochs, last_epoch)
     )
     if planned != longer:

@@ -128,17 +128,21 @@ def partition_memory_bytes(prepared: Prepared) -> int:
 def memory_settings(
     config: TrainConfig,
     chunks: int,
+    schedule: str,
     *,
     has_sparse_features: bool,
     is_symmetric: bool,
     is_exact: bool,
     extra_weights: int,
 ) -> MemorySettings:
-    """Returns the settings of ``config`` that decide what a rank holds."""
+    """Returns the settings of ``config`` that decide what a rank holds.
+
+    ``chunks`` and ``schedule``: of the plan.
+    """
     return MemorySettings(
         sparse_features=has_sparse_features,
         symmetric=is_symmetric,
-        snapshot=config.staleness_settings_for(chunks).snapshot_every > 1,
+        snapshot=config.staleness_settings_for(chunks, schedule).snapshot_every > 1,
         recompute=config.recompute,
         is_exact=is_exact,
         number_bytes=number_dtype(config).itemsize,
@@ -166,6 +170,7 @@ def _settings_of(prepared: Prepared) -> MemorySettings:
     settings = memory_settings(
         config,
         prepared.plan.chunks,
+        prepared.plan.schedule,
         has_sparse_features=any(map(sp.issparse, features)),
         is_symmetric=_symmetric(prepared),
         is_exact=prepared.program.is_exact,

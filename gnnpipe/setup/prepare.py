@@ -154,7 +154,7 @@ def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
     chunking = _partition(config, plan, graph, world, _order(config, plan, model_graph, chosen))
     qualities = _qualities(graph, chunking, plan)
     graph = renumber(graph, chunking)
-    probes = _probes(config, model_graph, graph, chunking, usual)
+    probes = _probes(config, model_graph, graph, chunking, plan, usual)
     program = with_forecast(dag, usual) if len(probes) else usual
     return Prepared(
         config=config,
@@ -180,7 +180,7 @@ def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
 
 def shape_of(config: TrainConfig) -> Shape:
     """Returns the shape that the config asks for."""
-    is_exact = config.staleness_settings_for(config.chunks).is_exact
+    is_exact = config.staleness_settings_for(config.chunks, config.schedule).is_exact
     return Shape(
         config.stages,
         config.shards,
@@ -451,11 +451,12 @@ def _probes(
     model: ModelGraph,
     graph: Graph,
     chunking: Chunking,
+    plan: Plan,
     program: CheckedProgram,
 ) -> npt.NDArray[np.int64]:
     """Returns the probe vertices of the forecast; none if no row of ``program`` is stale."""
-    each = config.staleness_settings_for(program.chunks).probes_per_column
-    if not each or program.is_exact or program.steps_by_chunk:
+    each = config.staleness_settings_for(plan.chunks, plan.schedule).probes_per_column
+    if not each or program.is_exact:
         return np.empty(0, dtype=np.int64)
     counts = probe_counts(model, graph.row_types, each)
     return choose_probe_vertices(chunking, counts, graph.row_types, config.seed)

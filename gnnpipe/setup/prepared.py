@@ -151,6 +151,25 @@ class Prepared:
         return self._programs[epochs]
 
     @cached_property
+    def drained_by_epoch(self) -> Prepared:
+        """The same run by fill-drain, for measuring the steps of a run with steps by chunk.
+
+        The times of rows and edges do not depend on the order of the passes.
+        """
+        plan = replace(self.plan, schedule="fill-drain")
+        dag = StageDag.of(plan, self.model_graph)
+        buckets = gradient_buckets(self.model_graph, plan, self.dtype.itemsize)
+        config = replace(
+            self.config,
+            staleness="none",
+            schedule="fill-drain",
+            steps_every=None,
+            weights="predict",
+        )
+        program = training_program(dag, buckets)
+        return replace(self, config=config, dag=dag, program=program)
+
+    @cached_property
     def _programs(self) -> dict[int, CheckedProgram]:
         return {self.program.epochs: self.program}
 

@@ -98,6 +98,8 @@ class Loop:
             self._is_error,
             self.prepared.program.consistency.optimizer_steps or 1,
         )
+        if text := self._learning_rate.steps_text:
+            self.progress.say(text)
         if self._learning_rate.reads_metric:
             reason = why_not_validated(self.prepared.graph, self.prepared.metric)
             if reason:

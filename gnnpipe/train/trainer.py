@@ -370,7 +370,7 @@ class Trainer:
         start, message = found
         mesh, prepared = self._setup()
         config = prepared.config
-        check_exact_epochs(config, prepared.plan.chunks, last_epoch)
+        check_exact_epochs(config, prepared.plan, last_epoch)
         warn_of_stale_rows(prepared, mesh)
         warn_of_vain_rounding(config, prepared.plan, prepared.model, prepared.graph, mesh)
         progress = self._progress(last_epoch)
@@ -396,7 +396,7 @@ class Trainer:
 
     def _go_on(self, loop: Loop, last_epoch: int) -> None:
         """Makes the loop of an earlier ``fit`` ready for more epochs."""
-        check_exact_epochs(self.config, loop.prepared.plan.chunks, last_epoch)
+        check_exact_epochs(self.config, loop.prepared.plan, last_epoch)
         loop.extend(last_epoch, self._progress(last_epoch))
         loop.progress.start_at(len(loop.rows))
 

@@ -236,7 +236,7 @@ def reference_of(graph: Graph, prepared: Prepared) -> Reference:
     probes = prepared.chunking.perm[prepared.probes]
     forward = [a for a in prepared.program.stages[0] if a.kind is ActionKind.FORWARD]
     positions = list(dict.fromkeys(a.position for a in forward))
-    cut = Cut(chunk, probes, graph.table_rows, output_chunk, positions)
+    cut = Cut(chunk, probes, graph.table_rows, output_chunk, positions, prepared.plan.schedule)
     inner = without_pairs(model)
     if _has_twin(inner):
         assert isinstance(inner, GNN)

@@ -37,6 +37,8 @@ class Cut:
     """Chunk of every output row: a vertex of the target type or a pair."""
     positions: Sequence[int]
     """Order in which the schedule visits the positions of an epoch's chunk order."""
+    schedule: str
+    """Of the plan."""
 
 
 class ChunkWalk:
@@ -45,7 +47,7 @@ class ChunkWalk:
     def __init__(self, model: WholeModel, cut: Cut, config: TrainConfig) -> None:
         self._num_chunks, self._positions = int(cut.chunk.max()) + 1, cut.positions
         self.model, self.config = model, config
-        self.staleness = config.staleness_settings_for(self._num_chunks)
+        self.staleness = config.staleness_settings_for(self._num_chunks, cut.schedule)
         self._chunk = {name: torch.from_numpy(cut.chunk[of]) for name, of in cut.types.items()}
         self._members = {
             name: [torch.nonzero(chunk == c)[:, 0] for c in range(self._num_chunks)]

@@ -148,3 +148,14 @@ def test_a_rate_that_ends_at_0_is_not_trained_further():
     with pytest.raises(InputError, match="--lr-schedule auto: the learning rate is 0 after"):
         last_epoch_of(config, None, 5)
     assert last_epoch_of(quick_config(epochs=5), None, 5) == 10
+
+
+@pytest.mark.parametrize(("steps", "factory"), [(1, None), (16, torch.optim.lr_scheduler.StepLR)])
+def test_rates_of_several_steps_are_told(steps, factory):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.4)
+    stepped = factory and (lambda optimizer: factory(optimizer, 3))
+    assert LearningRate(optimizer, quick_config(), stepped, steps=steps).steps_text == ""
+    told = LearningRate(optimizer, quick_config(), steps=16).steps_text
+    assert told == (
+        "16 optimizer steps an epoch: learning rate cosine from 0.1, which is 0.4 / sqrt(16)"
+    )

@@ -39,6 +39,7 @@ def counted(prepared, stage=0):
     settings = memory_settings(
         prepared.config,
         prepared.plan.chunks,
+        prepared.plan.schedule,
         has_sparse_features=False,
         is_symmetric=True,
         is_exact=prepared.program.is_exact,

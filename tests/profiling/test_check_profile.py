@@ -6,9 +6,12 @@ import pytest
 from helpers import small_graph
 from profiles import prepared_of, profile_of
 
+from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.perf import Profile
+from gnnpipe.perf.profile import LinkTimes
 from gnnpipe.plan import Plan, StagePlan
+from gnnpipe.planner.given_devices import profile_or_sheets
 from gnnpipe.profiling.predict import check_profile
 from gnnpipe.profiling.steps import work_of
 from gnnpipe.setup.chunk_sizes import chunk_sizes
@@ -82,6 +85,29 @@ def with_errors(profile, error, waiting):
         for t in profile.compute
     ]
     return replace(profile, compute=tuple(compute), waiting_share=waiting)
+
+
+def test_a_profile_warns_of_the_worst_fit_of_all_ops_and_links(tmp_path):
+    good = with_errors(profile_of(prepared_of().model_graph), 0.1, 0.0)
+    bad = with_errors(good, 0.4, 0.0)
+    # One rank alone is measured badly, several at once are not.
+    both = replace(good, compute=(*bad.compute, replace(good.compute[0], ranks=4)))
+    assert "is off by 40%" in both.doubts()
+    off = replace(good, shard_sum=LinkTimes(1e-5, 1e9, 0.7))
+    assert off.doubts() == "the fit of shard sum is off by 70%"
+    path = tmp_path / "bad.json"
+    path.write_text(off.to_json())
+    with pytest.warns(UserWarning, match=r"--profile '.*bad.json': the fit of shard sum is off"):
+        assert Profile.read_to_use(str(path)) == off
+
+
+def test_a_simulation_with_a_doubtful_profile_warns(tmp_path):
+    profile = with_errors(profile_of(prepared_of().model_graph), 0.4, 0.0)
+    path = tmp_path / "bad.json"
+    path.write_text(profile.to_json())
+    config = TrainConfig(profile=str(path))
+    with pytest.warns(UserWarning, match="is off by 40%; measure again"):
+        assert profile_or_sheets(config, None) == profile
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,14 @@ def test_a_dataset_costs_what_its_run_would(tmp_path):
     assert found.comm_bytes_per_epoch == prepared.volume.to_dict()
 
 
-def test_a_plan_gives_the_shape_of_a_graph_in_numbers(tmp_path):
+@pytest.mark.parametrize("schedule", ["fill-drain", "1f1b", "async"])
+def test_a_plan_gives_the_shape_of_a_graph_in_numbers(schedule, tmp_path):
     shape = GraphShape(1000, 8000, 16, 4)
-    flags = simulate(config_of(stages=2, shards=2, chunks=4), shape=shape, hardware="h100:10gbe")
+    config = config_of(stages=2, shards=2, chunks=4, schedule=schedule)
+    flags = simulate(config, shape=shape, hardware="h100:10gbe")
     plan = tmp_path / "plan.json"
-    prepared = scenario_of_shape(config_of(stages=2, shards=2, chunks=4), shape)
+    prepared = scenario_of_shape(config, shape)
+    assert prepared.has_forecasts == (schedule == "fill-drain")
     plan.write_text(prepared.plan.to_json())
     found = simulate(config_of(plan=str(plan)), shape=shape, hardware="h100:10gbe")
     assert found.predicted_epoch_time_s == flags.predicted_epoch_time_s

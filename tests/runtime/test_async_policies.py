@@ -281,3 +281,13 @@ def clipped():
 
 def test_each_stage_clips_its_own_gradients():
     assert max(run_ranks(clipped, 2)) < 1e-9
+
+
+def recomputed(policy):
+    return difference(2, policy, recompute=True)
+
+
+def test_recomputation_sees_the_weights_of_backward():
+    """So with stash it changes nothing, and otherwise it does."""
+    assert max(run_ranks(recomputed, 2, "stash")) < 1e-9
+    assert max(run_ranks(recomputed, 2, "predict")) > 1e-6

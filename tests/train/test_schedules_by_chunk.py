@@ -14,8 +14,10 @@ from gnnpipe import Trainer
 from gnnpipe.callbacks.callback import Callback
 from gnnpipe.errors import InputError
 from gnnpipe.plan import Plan
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.prepare import prepare
+from gnnpipe.verification.comparison import compare_epochs
 
 
 def trained(model=None, **settings):
@@ -263,3 +265,26 @@ def test_the_plan_of_a_file_gives_the_schedule(tmp_path):
         .fit()
         .history
     ]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "async"])
+def test_an_epoch_is_predicted_from_epochs_of_fill_drain(schedule):
+    settings = {"chunks": 4, "schedule": schedule, "eval_every": 5, "layers": 3, "hidden": 8}
+    run = quick_config(epochs=12, **settings)
+    trainer = Trainer(run, small_graph())
+    result = trainer.fit()
+    assert result.predicted_epoch_time_s > 0
+    assert result.predicted_time_shares[0].epoch_s == pytest.approx(result.predicted_epoch_time_s)
+    # The profile leaves no trace in the run.
+    plain = Trainer(quick_config(epochs=12, predict=False, **settings), small_graph()).fit()
+    assert [row.loss for row in plain.history] == [row.loss for row in result.history]
+
+
+def test_verify_says_what_it_does_not_follow():
+    config = quick_config(chunks=4, schedule="async")
+    prepared = prepare(config, World.alone(), small_graph())
+    with pytest.raises(InputError, match="--schedule async: gradients stay in their chunk"):
+        compare_epochs(small_graph(), prepared, Mesh.alone(), 1)
+    # One chunk is the full batch, which verify follows.
+    whole = prepare(quick_config(schedule="1f1b"), World.alone(), small_graph())
+    assert compare_epochs(small_graph(), whole, Mesh.alone(), 2)[-1].largest < 1e-11

@@ -1,0 +1,106 @@
+"""Asynchronous runs on ranks: resumed to the bit, and steps whose gradients are not finite."""
+
+import math
+import os
+import signal
+
+import pytest
+import torch
+from helpers import run_ranks, small_graph
+from resume_runs import config, table
+
+from gnnpipe import Trainer
+from gnnpipe.errors import StoppedError
+from gnnpipe.models.gcnii import GCNIILayer
+from gnnpipe.run.resume import resumed_config
+
+RUN = {
+    "stages": 2, "chunks": 4, "schedule": "async", "eval_every": 2, "checkpoint_every": 3,
+    "lr_schedule": "cosine", "clip_norm": 0.5,
+}  # fmt: skip
+"""Flushes come after epochs 2, 3, 4, 6, 8 and 9."""
+
+
+def trained(out, settings):
+    result = Trainer(config(out, **settings), small_graph()).fit()
+    return [row.loss for row in result.history]
+
+
+def stopped(out, settings, epoch):
+    """Stops the run at the flush of the epoch, and goes on with it."""
+    from gnnpipe.train import loop
+
+    real = loop.train_epochs
+
+    def train(rank_runtime, mesh, program, order, number, *more):
+        if mesh.rank == 1 and number + 1 <= epoch <= number + program.epochs:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(rank_runtime, mesh, program, order, number, *more)
+
+    loop.train_epochs = train
+    with pytest.raises(StoppedError, match=f"stopped after epoch {epoch} "):
+        Trainer(config(out, **settings), small_graph()).fit()
+    loop.train_epochs = real
+
+
+def gone_on_with(out):
+    Trainer(resumed_config(out), small_graph(), resume=out).fit()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["predict", "stash"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_stopped_at_a_flush_and_gone_on_with_is_the_same_to_the_bit(policy, shards, tmp_path):
+    settings = RUN | {"weights": policy, "shards": shards}
+    whole, out = str(tmp_path / "whole"), str(tmp_path / "out")
+    run_ranks(trained, 2 * shards, whole, settings)
+    run_ranks(stopped, 2 * shards, out, settings, 6)
+    assert len(table(out)) == 6
+    run_ranks(gone_on_with, 2 * shards, out)
+    assert table(out) == table(whole)
+    weights = [torch.load(f"{o}/model.pt", weights_only=True) for o in (out, whole)]
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name])
+
+
+def with_fault(out, on_nan):
+    """The rows that the third layer pushes in one chunk of one epoch are NaN."""
+    before, passes = GCNIILayer.before, []
+
+    def struck(self, values, rows):
+        pushed, kept = before(self, values, rows)
+        if self.index == 2 and rows.training and rows.epoch == 2 and not passes:
+            passes.append(1)
+            pushed = pushed * float("nan")
+        return pushed, kept
+
+    GCNIILayer.before = struck
+    settings = {k: v for k, v in RUN.items() if k != "clip_norm"}
+    try:
+        trainer = Trainer(config(out, **settings, on_nan=on_nan), small_graph())
+        result = trainer.fit()
+    except FloatingPointError as error:
+        return str(error)
+    finally:
+        GCNIILayer.before = before
+    finite = all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    return [row.loss for row in result.history], finite
+
+
+@pytest.mark.slow
+def test_a_fault_is_told_at_the_flush_and_its_steps_are_skipped(tmp_path):
+    for found in run_ranks(with_fault, 2, str(tmp_path / "stop"), "stop"):
+        assert "epoch 3: the loss is nan" in found
+    for losses, is_finite in run_ranks(with_fault, 2, str(tmp_path / "skip"), "skip"):
+        assert is_finite
+        assert math.isnan(losses[2])
+        # Faults are taken out of the tables at the flush.
+        assert all(map(math.isfinite, losses[:2] + losses[3:]))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_loads_under_another_shape(tmp_path):
+    out = str(tmp_path / "run")
+    run_ranks(trained, 2, out, RUN | {"epochs": 4})
+    Trainer(resumed_config(out, {"stages": 1, "epochs": 6}), small_graph(), resume=out).fit()
+    assert len(table(out)) == 6
