@@ -413,8 +413,10 @@ class Executor:
                 parameter.grad = None
         done = action.position + 1
         is_inner = done % self.num_chunks == 0 and 0 < done < now.program.passes
-        if is_inner and now.epoch_end is not None:
-            now.epoch_end()
+        if is_inner:
+            self.stage.end_inner_epoch(self.has_stepped)
+            if now.epoch_end is not None:
+                now.epoch_end()
 
 
 def _steps_together(program: CheckedProgram) -> bool:
