@@ -1,6 +1,7 @@
 """With steps by chunk a stage keeps the chunks in flight alone, and no gradients of tables."""
 
 import weakref
+from functools import cache
 
 import pytest
 import torch
@@ -78,12 +79,13 @@ def test_one_chunk_of_all_is_kept_and_estimated(model, monkeypatch):
     assert one < estimate.activations < 0.3 * of_whole.activations
 
 
+@cache
 def estimates(schedule, **settings):
     config = quick_config(
         model="gcn", layers=16, hidden=64, stages=4, chunks=32, dtype="float32", schedule=schedule,
         staleness="auto", eval_every=0, **settings,
     )  # fmt: skip
-    return memory_by_rank(prepare(config, World.alone(), small_graph(n=2000, degree=4)))
+    return memory_by_rank(prepare(config, World.alone(), small_graph(n=800, degree=4)))
 
 
 def test_four_stages_take_half_of_a_pipeline_that_fills_and_drains():

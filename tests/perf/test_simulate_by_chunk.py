@@ -98,6 +98,7 @@ def test_no_resource_is_busier_than_the_makespan(dag, schedule, link_s, exchange
     assert passes == steps * program.placement.num_ranks
 
 
+@pytest.mark.slow
 def test_the_simulate_command_counts_seconds_of_one_epoch():
     """A large graph on fast links: fill-drain's bubble is 3 / 35, and async nearly has none."""
     shape = GraphShape(vertices=1_000_000, edges=10_000_000, features=128, classes=40)
