@@ -283,7 +283,7 @@ class Settings:
         False,
         "activation checkpointing: store only the input of each layer and recompute the rest in "
         "the backward pass; less memory and identical results for one more forward pass of the "
-        "dense work",
+        "dense work. With --schedule async on several stages only with --weights stash or 2bw",
     )
 
     staleness: str = _staleness(
@@ -381,7 +381,8 @@ class Settings:
     checkpoint_tables: bool = _checkpoints(
         True,
         "store the history tables in checkpoints; without them checkpoints are small, and the "
-        "first epoch after --resume is exact to fill the tables again",
+        "first epoch after --resume is exact to fill the tables again (not with --schedule 1f1b or "
+        "async)",
     )
     time_limit_s: float = _checkpoints(
         0.0,

@@ -30,7 +30,8 @@ def check_combinations(config: Settings) -> None:
     _check_checkpoints(config)
     check_staleness(config, config.chunks, config.schedule)
     _check_plan(config)
-    _check_schedule(config)
+    if config.plan in ("uniform", "auto"):  # the schedule of a plan file is checked with its plan
+        check_schedule(config, config.chunks, config.schedule)
     _check_labels(config)
     unknown = [name for name in config.loggers if name not in LOGGERS]
     if unknown:
@@ -197,26 +198,29 @@ def _check_staleness_by_chunk(config: Settings, schedule: str) -> None:
             )
 
 
-def _check_schedule(config: Settings) -> None:
-    """Check the settings of steps by chunk against the others."""
-    every, chunks = config.steps_every, config.chunks
-    is_by_chunk = config.schedule in BY_CHUNK
-    if config.schedule == "async" and config.label_inputs:
+def check_schedule(config: Settings, chunks: int, schedule: str) -> None:
+    """``InputError`` if settings contradict a plan with this ``schedule`` and K ``chunks``."""
+    if schedule == "async" and config.label_inputs:
         raise InputError(
             f"--label-inputs {config.label_inputs:g}: changes the features in every epoch, and "
             "with --schedule async chunks of two epochs are in flight; try --schedule 1f1b"
         )
-    from_file = config.plan not in ("uniform", "auto")
-    if config.weights != "predict" and config.schedule != "async" and not from_file:
+    if config.weights != "predict" and schedule != "async":
         raise InputError(
-            f"--weights {config.weights}: has no effect with --schedule {config.schedule}, where "
+            f"--weights {config.weights}: has no effect with --schedule {schedule}, where "
             "every pass computes with the newest weights; try --schedule async"
         )
-    if every is None or config.plan != "uniform":
-        return
-    if not is_by_chunk:
+    if schedule in BY_CHUNK and chunks > 1 and not config.checkpoint_tables:
         raise InputError(
-            f"--steps-every {every}: --schedule {config.schedule} takes one optimizer step an "
+            f"--no-checkpoint-tables: --schedule {schedule} has no epochs that fill the history "
+            "tables again after --resume; leave it out"
+        )
+    every = config.steps_every
+    if every is None:
+        return
+    if schedule not in BY_CHUNK:
+        raise InputError(
+            f"--steps-every {every}: --schedule {schedule} takes one optimizer step an "
             "epoch; try --schedule 1f1b or async"
         )
     if chunks % every:

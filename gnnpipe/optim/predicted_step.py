@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -142,10 +142,9 @@ def _rule_of(kind: type[Optimizer]) -> _Rule | None:
 class StepRates:
     """Learning rates of the coming steps of a program, for weight policies that predict steps."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        """Count the steps of ``optimizer`` from now on."""
-        self._groups = optimizer.param_groups  # not the optimizer, which holds the hook
-        optimizer.register_step_post_hook(self._note_step)
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """``groups``: of the optimizer."""
+        self._groups = groups
         self._by_epoch: Sequence[Sequence[float]] = ()
         self._steps_per_epoch, self._done = 1, 0
 
@@ -153,7 +152,8 @@ class StepRates:
         """Begin a program; ``by_epoch``: rates [epoch][group], empty: those of the optimizer."""
         self._by_epoch, self._steps_per_epoch, self._done = by_epoch, steps_per_epoch, 0
 
-    def _note_step(self, *_: object) -> None:
+    def count_step(self) -> None:
+        """Note that a step is over, also one that was skipped."""
         self._done += 1
 
     def __call__(self, ahead: int) -> Sequence[float]:

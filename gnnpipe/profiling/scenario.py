@@ -253,7 +253,9 @@ def _scenario_of_plan(
     )
     rows = [of_stage.shard_rows for of_stage in sizes.stages]
     moved = row_way_bytes(dag, model, rows, row_dtype(config).itemsize)
-    volume = replace(volume, graph=volume.graph + moved)
+    volume = replace(volume, graph=volume.graph + moved).with_steps(
+        program.consistency.optimizer_steps or 1
+    )
     by_stage = memory_of_shape(config, shape, model, dag)
     memory = [by_stage[stage] for stage, _ in plan.placement]
     return Scenario(

@@ -62,6 +62,8 @@ class WeightUpdate:
     optimizer: torch.optim.Optimizer | None
     policy: WeightPolicy | None = None
     """``None``: every pass computes with the newest weights."""
+    count_step: Callable[[], None] = lambda: None
+    """Called after every step, also after one that was skipped."""
 
 
 @dataclass(eq=False)
@@ -74,7 +76,7 @@ class _Running:
     policy: WeightPolicy | None = None
     epoch_end: Callable[[], None] | None = None
     new_losses: list[tuple[int, Tensor]] = field(default_factory=list)
-    """Chunk and loss of the passes since the last step."""
+    """Position and loss of the passes since the last step."""
 
 
 class Executor:
@@ -109,7 +111,7 @@ class Executor:
         self._row_links = row_links
         self.exchanges = exchanges
         self.optimizer = update.optimizer
-        self.weight_policy = update.policy
+        self.weight_policy, self._count_step = update.policy, update.count_step
         self.forecaster = forecaster
         self.label_inputs: LabelInputs | None = None
         """Labels that are inputs, if there are any."""
@@ -122,6 +124,8 @@ class Executor:
         its loss or gradients are not finite."""
         self.faulty_chunks: list[int] = []
         """Chunks whose loss was not finite in the last program."""
+        self.fault_pass: int | None = None
+        """Position of the first pass, or step, of the last program that was not finite here."""
         self.epoch_bytes = CommVolume(0, 0, 0, 0)
         """Bytes that this rank sent in an epoch of the last training program."""
         self._widths_in = {t.source: t.widths for t in dag.receives(mesh.stage)}
@@ -168,7 +172,8 @@ class Executor:
             self._prepare_labels(self.label_inputs, epoch, training)
         if training:
             recorder.begin_epoch(order, program.is_exact, program.epochs)
-            self.has_stepped, self.faulty_chunks = True, []
+            self.has_stepped, self.faulty_chunks, self.fault_pass = True, [], None
+            self.grad_clip.faulty = []
         self.gradient_sum.forget()
         self.stage.begin(epoch, training, program.is_exact, program.steps_by_chunk)
         policy = self.weight_policy if training and program.steps_by_chunk else None
@@ -313,7 +318,7 @@ class Executor:
                 return
             self._results[action.position] = values
             if "loss" in values:
-                self._now.new_losses.append((chunk, values["loss"]))
+                self._now.new_losses.append((action.position, values["loss"]))
 
     def _backward(self, action: Action) -> None:
         chunk = self._now.order[action.position]
@@ -393,14 +398,17 @@ class Executor:
         now = self._now
         self.gradient_sum.finish()
         self._weight_hooks.call()
-        losses = [(chunk, float(loss)) for chunk, loss in now.new_losses]
+        losses = [(position, float(loss)) for position, loss in now.new_losses]
         now.new_losses.clear()
-        self.faulty_chunks += [chunk for chunk, loss in losses if not math.isfinite(loss)]
+        faulty = [position for position, loss in losses if not math.isfinite(loss)]
+        self.faulty_chunks += [now.order[position] for position in faulty]
         if _steps_together(now.program):
             steps = self.grad_clip.passes(sum(loss for _, loss in losses))
         else:
             steps = self.grad_clip.passes_in_stage()
         self.has_stepped &= steps
+        if self.fault_pass is None and (faulty or not steps):
+            self.fault_pass = min(faulty, default=max(action.position, 0))
         if self.forecaster is not None:
             self.forecaster.remember()
         if self.optimizer is not None:
@@ -408,13 +416,16 @@ class Executor:
                 self.optimizer.step()
                 if now.policy is not None:
                     now.policy.stepped()
+            self._count_step()
             # Also of weights that the optimizer does not step: their gradients would add up.
             for _, parameter in self.stage.stage_module.named_parameters():
                 parameter.grad = None
         done = action.position + 1
         is_inner = done % self.num_chunks == 0 and 0 < done < now.program.passes
-        if is_inner and now.epoch_end is not None:
-            now.epoch_end()
+        if is_inner:
+            self.stage.end_inner_epoch(self.has_stepped)
+            if now.epoch_end is not None:
+                now.epoch_end()
 
 
 def _steps_together(program: CheckedProgram) -> bool:

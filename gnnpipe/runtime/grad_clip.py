@@ -30,7 +30,8 @@ class GradClip:
         self.norm = 0.0
         """2-norm of the last gradients over all stages that decide together, before clipping."""
         self.faulty: list[str] = []
-        """Names of this stage's weights whose last gradients were not finite."""
+        """Names of this stage's weights in the first gradients that were not finite, since the list
+        was last emptied."""
 
     @torch.no_grad()
     def passes(self, loss: float) -> bool:
@@ -60,7 +61,7 @@ class GradClip:
     ) -> bool:
         self.norm = math.sqrt(total) if total >= 0 else math.nan
         if not (math.isfinite(total) and math.isfinite(whole_loss)):
-            self.faulty = [
+            self.faulty = self.faulty or [
                 n for (n, _), s in zip(grads, squares, strict=True) if not math.isfinite(s)
             ]
             return False

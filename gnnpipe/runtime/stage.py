@@ -175,6 +175,17 @@ class Stage:
         self._means.clear()
         self._chunks.clear()
 
+    def end_inner_epoch(self, has_stepped: bool) -> None:
+        """Update running statistics after the last step of an epoch that others follow undrained.
+
+        The means are over the newest rows, some of which may be of the next epoch already.
+        """
+        if has_stepped:
+            for name, history in self.histories.items():
+                self._keep_mean(name, history)
+            self.stage_module.observe(self._means)
+        self._means.clear()
+
     def abandon(self) -> None:
         """Free the rows and tables of a pass that failed."""
         self._scratch.clear()

@@ -273,10 +273,11 @@ class _RankBuilder:
             return update
         if name in PREDICTING:
             check_predictable(type(optimizer), f"--weights {name}")
-        rates, depth = StepRates(optimizer), prepared.dag.depths[mesh.stage] - 1
+        rates, depth = StepRates(optimizer.param_groups), prepared.dag.depths[mesh.stage] - 1
         asynchronous = StageSteps(optimizer, program.version_gaps[mesh.stage], rates, depth)
         self.rates = rates
-        return replace(update, policy=WEIGHT_POLICIES[name](asynchronous))
+        policy = WEIGHT_POLICIES[name](asynchronous)
+        return replace(update, policy=policy, count_step=rates.count_step)
 
     def _can_use_cuda_graph(self) -> bool:
         """Whether every epoch launches the same kernels on a single GPU."""

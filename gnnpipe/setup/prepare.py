@@ -19,7 +19,7 @@ import scipy.sparse as sp
 from torch import nn
 
 from gnnpipe.config import TrainConfig
-from gnnpipe.config.validation import check_staleness
+from gnnpipe.config.validation import check_schedule, check_staleness
 from gnnpipe.data.load import configured_graph
 from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import Chunking, ShardShares, check_counts, make_chunking, renumber
@@ -57,6 +57,7 @@ from gnnpipe.schedule import (
     training_program,
     with_forecast,
 )
+from gnnpipe.setup.by_chunk import check_edges, program_by_chunk
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import (
     check_parts,
@@ -75,7 +76,7 @@ from gnnpipe.setup.inputs import (
 from gnnpipe.setup.label_inputs import with_label_inputs
 from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
 from gnnpipe.setup.model_graph import describe
-from gnnpipe.setup.prepared import MOST_EPOCHS, Prepared, epochs_to_flush
+from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric, kept_by_loss
 
 _READ_BYTES_PER_S = 5e7
@@ -147,6 +148,7 @@ def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
     model_graph = inputs.model_graph
     world, chosen = inputs.world, inputs.model
     check_counts(graph.num_vertices, plan.chunks, plan.split.num_parts)  # before a long program
+    check_edges(plan, chosen)
     dag = StageDag.of(plan, model_graph)
     usual, exact_program = training_programs(config, model_graph, dag)
     chunking = _partition(config, plan, graph, world, _order(config, plan, model_graph, chosen))
@@ -169,7 +171,9 @@ def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
         program=program,
         exact_program=exact_program,
         probes=probes,
-        volume=_epoch_bytes(config, dag, model_graph, graph, chunking, qualities, probes),
+        volume=_epoch_bytes(
+            config, dag, model_graph, graph, chunking, qualities, probes
+        ).with_steps(program.consistency.optimizer_steps or 1),
         chunk_edges=None if program.is_exact else chunk_edges(graph, chunking),
         refill_epochs=refill_epochs,
         given_edges=bare(inputs.given) if edges_are_random(chosen) else None,
@@ -410,11 +414,12 @@ def training_programs(
         InputError: Settings of stale rows contradict each other, or the schedule of the plan.
     """
     chunks, schedule = dag.plan.chunks, dag.plan.schedule
+    check_schedule(config, chunks, schedule)
     check_staleness(config, chunks, schedule)
     buckets = gradient_buckets(model, dag.plan, number_dtype(config).itemsize)
     exact = training_program(dag, buckets, EXACT_SCHEDULE)
     if SCHEDULES[schedule].scope is GradientScope.OWN_CHUNK:
-        usual = _program_by_chunk(config, dag, buckets)
+        usual = program_by_chunk(config, dag, buckets)
     else:
         usual = training_program(dag, buckets)
     must_be_exact = config.staleness_settings_for(chunks, schedule).is_exact
@@ -428,25 +433,6 @@ def training_programs(
             "allows none; drop one of the two"
         )
     return exact, exact  # as many exact epochs at the start as epochs
-
-
-def _program_by_chunk(
-    config: TrainConfig, dag: StageDag, buckets: Sequence[Sequence[int]]
-) -> CheckedProgram:
-    """Returns the longest program up to a flush of a schedule with steps by chunk."""
-    plan, every = dag.plan, config.steps_every
-    if every is not None and plan.chunks % every:
-        raise InputError(f"--steps-every {every}: does not divide the plan's {plan.chunks} chunks")
-    spans = SCHEDULES[plan.schedule].spans_epochs
-    epochs = epochs_to_flush(config, plan.chunks, 0, MOST_EPOCHS) if spans else 1
-    found = training_program(dag, buckets, epochs=epochs, steps_every=every)
-    if config.weights == "2bw" and found.largest_gap > 1:
-        raise InputError(
-            f"--weights 2bw: a stage makes up to {found.largest_gap} optimizer steps between "
-            "forward and backward of a chunk, not 1; try --steps-every of at least the number of "
-            "--stages, or --weights stash"
-        )
-    return found
 
 
 def _check_ways(config: TrainConfig, plan: Plan, program: CheckedProgram) -> None:
@@ -487,7 +473,7 @@ def _epoch_bytes(
     qualities: Sequence[CutQuality],
     probes: npt.NDArray[np.int64],
 ) -> CommVolume:
-    """Returns the bytes sent in a usual epoch."""
+    """Returns the bytes sent in a usual epoch with one optimizer step."""
     num_probes = {name: int(rows[probes].sum()) for name, rows in graph.row_types.items()}
     by_halo = closed_form_volume(
         dag,
@@ -521,16 +507,22 @@ def warn_of_stale_rows(prepared: Prepared, world: World) -> None:
     """Warns on rank 0 if stale rows change statistics over all vertices, or carry label inputs."""
     if world.rank or prepared.program.is_exact:
         return
+    by_chunk = prepared.program.steps_by_chunk
+    exact = (
+        "--chunks 1, or --schedule fill-drain --staleness exact"
+        if by_chunk
+        else ("--chunks 1 or --staleness exact")
+    )
     model, share = prepared.model_graph, prepared.config.label_inputs
     if share:
         warn(
             f"--label-inputs {share:g}: stale rows carry labels that were inputs in the last "
-            "epoch, also those that are trained on now; exact with --chunks 1 or --staleness exact"
+            "epoch, also those that are trained on now; exact with {exact}"
         )
     if not any(op.is_mean for op in model.ops):
         return
-    what = "normalises over all vertices: statistics include stale rows of later chunks, forecast "
-    what += "by --staleness auto"
+    what = "normalises over all vertices: statistics include stale rows of later chunks"
+    what += "" if by_chunk else ", forecast by --staleness auto"
     if any(op.structure == SUM for op in model.ops):
         what = "sums over all vertices: the parts of later chunks are those of the last epoch"
-    warn(f"model: {model.name} {what}; exact with --chunks 1 or --staleness exact")
+    warn(f"model: {model.name} {what}; exact with {exact}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -30,12 +31,20 @@ def check_same_weights(rank_runtime: RankRuntime, mesh: Mesh, epoch: int) -> Non
             )
 
 
-def find_fault(rank_runtime: RankRuntime, mesh: Mesh, epoch: int, loss: float) -> str:
+def find_fault(
+    rank_runtime: RankRuntime, mesh: Mesh, first_epoch: int, losses: Sequence[float]
+) -> str:
     """Describes the first NaN or infinite values: epoch (from 1), stage, layer and chunk.
 
     Runs a forward pass with the current weights and without dropout. If all rows are finite, the
     fault lies in dropout or backward, and a weight with a NaN gradient is named. The same text on
     every rank.
+
+    Args:
+        rank_runtime: This rank's part.
+        mesh: The ranks.
+        first_epoch: First epoch (from 0) of the program.
+        losses: Of its epochs.
     """
     stage = rank_runtime.executor.stage
     found: list[tuple[int, int, int]] = []
@@ -58,6 +67,9 @@ def find_fault(rank_runtime: RankRuntime, mesh: Mesh, epoch: int, loss: float) -
         mine = first, f"stage {first[0]}, layer {', '.join(layer)}, chunk {first[2]}"
     executor = rank_runtime.executor
     everyone = mesh.gather((mine, executor.grad_clip.faulty, executor.faulty_chunks))
+    passes = [one for one in mesh.gather(executor.fault_pass) if one is not None]
+    later = min(passes, default=0) // executor.num_chunks
+    loss = losses[later]
     rows = [place for place, _, _ in everyone if place is not None]
     grads = [(rank, name) for rank, (_, names, _) in enumerate(everyone) for name in names]
     chunks = [chunk for _, _, found in everyone for chunk in found]
@@ -72,7 +84,7 @@ def find_fault(rank_runtime: RankRuntime, mesh: Mesh, epoch: int, loss: float) -
         where = f", first in the gradient of {name} (stage {mesh.placement.stage(rank)}{at})"
     elif chunks:
         where = f", first in the loss of chunk {chunks[0]}"
-    return f"epoch {epoch + 1}: {what}{where}"
+    return f"epoch {first_epoch + later + 1}: {what}{where}"
 
 
 def _is_finite(tensor: Tensor) -> bool:

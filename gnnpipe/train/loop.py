@@ -209,7 +209,7 @@ class Loop:
             for number in numbers
         ]
         time_s = (time.perf_counter() - start) / program.epochs
-        if not executor.has_stepped and self._mend(numbers[-1], sum(losses)):
+        if not executor.has_stepped and self._mend(epoch, losses):
             return False
         last = numbers[-1] + 1 == self.last_epoch
         due = config.eval_every and (numbers[-1] + 1) % config.eval_every == 0
@@ -352,14 +352,21 @@ class Loop:
         self._save_time_s = self._saved_at - start
         self.checkpoint_end(checkpoint_path(self.path, epoch))
 
-    def _mend(self, epoch: int, loss: float) -> bool:
-        """Applies ``--on-nan`` on every rank; returns whether to train the epoch again."""
+    def _mend(self, epoch: int, losses: Sequence[float]) -> bool:
+        """Applies ``--on-nan`` on every rank; returns whether to train again from ``epoch`` on."""
         config = self.config
-        where = find_fault(self.rank_runtime, self.mesh, epoch, loss)
+        where = find_fault(self.rank_runtime, self.mesh, epoch, losses)
         if config.on_nan == "skip":
             for history in self.rank_runtime.executor.stage.histories.values():
                 history.forget_faults()
-            self.progress.say(f"{where}; its step is skipped")
+            # Stages that decide alone step if only the loss is not finite.
+            spans = self.prepared.spans_epochs
+            skipped = (
+                "steps whose gradients are not finite are skipped"
+                if spans
+                else "its step is skipped"
+            )
+            self.progress.say(f"{where}; {skipped}")
             return False
         if config.on_nan == "restore" and self.path is not None:
             start, _ = find_start(self.path, config, self.mesh, needs_one=False)

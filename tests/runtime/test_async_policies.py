@@ -287,7 +287,5 @@ def recomputed(policy):
     return difference(2, policy, recompute=True)
 
 
-def test_recomputation_sees_the_weights_of_backward():
-    """So with stash it changes nothing, and otherwise it does."""
+def test_recomputation_with_stash_sees_the_weights_of_forward():
     assert max(run_ranks(recomputed, 2, "stash")) < 1e-9
-    assert max(run_ranks(recomputed, 2, "predict")) > 1e-6

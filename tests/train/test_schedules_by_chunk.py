@@ -2,11 +2,13 @@
 
 import math
 
+import pyg_models
 import pytest
 import torch
-from helpers import quick_config, small_graph
+from helpers import carrying, quick_config, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
+from torch_geometric.utils import dropout_edge
 
 from gnnpipe import Trainer
 from gnnpipe.callbacks.callback import Callback
@@ -42,6 +44,29 @@ def test_one_chunk_is_the_full_batch_to_the_bit():
         more = {"lr_schedule": "cosine", "optimizer": "SGD", "lr": 0.5, "momentum": 0.9}
         plain.append(trained(schedule=schedule, **more))
     assert plain[0] == plain[1] == plain[2]
+
+
+OWN = {
+    "gat": lambda: Attention(),
+    "edge features": pyg_models.Attributed,
+    "statistics": lambda: pyg_models.Normed(pyg.GraphNorm(pyg_models.HIDDEN)),
+}
+
+
+@pytest.mark.parametrize("model", OWN)
+def test_one_chunk_over_several_epochs_to_a_flush_is_the_full_batch_to_the_bit(model):
+    graph = small_graph()
+    if model == "edge features":
+        graph = carrying(graph, "edge_attr")
+    found = []
+    for schedule in ("fill-drain", "1f1b", "async"):
+        torch.manual_seed(2)
+        run = quick_config(
+            schedule=schedule, epochs=5, eval_every=0, optimizer="SGD", lr=0.2, predict=False
+        )
+        result = Trainer(run, graph, OWN[model]()).fit()
+        found.append([row.loss for row in result.history])
+    assert found[0] == found[1] == found[2]
 
 
 def test_metrics_have_a_row_for_every_epoch():
@@ -140,6 +165,15 @@ REFUSED = {
     },
     "--weights stash: has no effect with --schedule 1f1b": {"schedule": "1f1b", "weights": "stash"},
     "--schedule async: no effect with --plan auto": {"plan": "auto", "chunks": 1},
+    "--steps-every 4: --schedule fill-drain takes one": {
+        "plan": "auto",
+        "chunks": 1,
+        "schedule": "fill-drain",
+        "steps_every": 4,
+    },
+    "--no-checkpoint-tables: --schedule async has no epochs that fill": {
+        "checkpoint_tables": False
+    },
     "--label-inputs 0.5: changes the features in every epoch": {"label_inputs": 0.5},
 }
 
@@ -158,19 +192,69 @@ def test_too_few_chunks_and_policies_that_do_not_fit_are_refused():
     assert prepared_of(stages=3, chunks=6, weights="2bw", steps_every=3).program.largest_gap == 1
 
 
+def test_recompute_is_refused_where_backward_has_other_weights_than_forward():
+    with pytest.raises(InputError, match="--recompute: with --schedule async --weights predict"):
+        prepared_of(stages=2, chunks=6, recompute=True)
+    assert prepared_of(stages=2, chunks=6, recompute=True, weights="stash").program.largest_gap
+    assert not prepared_of(stages=1, chunks=6, recompute=True).program.largest_gap
+
+
+class RandomEdges(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = pyg.GCNConv(7, 3)
+
+    def forward(self, x, edge_index):
+        return self.a(x, dropout_edge(edge_index, 0.3, training=self.training)[0])
+
+
+def test_a_model_that_draws_edges_is_refused_by_async_alone():
+    with pytest.raises(InputError, match="--schedule async: the model draws other edges"):
+        Trainer(quick_config(chunks=4, schedule="async"), small_graph(), RandomEdges()).fit()
+    Trainer(quick_config(chunks=4, schedule="1f1b"), small_graph(), RandomEdges()).fit()
+
+
+def test_running_statistics_move_once_an_epoch():
+    found = []
+    for schedule in ("fill-drain", "async"):
+        torch.manual_seed(2)
+        model = pyg_models.Normed(pyg.BatchNorm(pyg_models.HIDDEN))
+        run = quick_config(schedule=schedule, epochs=4, eval_every=0, optimizer="SGD")
+        trainer = Trainer(run, small_graph(), model)
+        trainer.fit()
+        found.append({k: v.numpy().tobytes() for k, v in trainer.model.state_dict().items()})
+    assert found[0] == found[1]
+    run = quick_config(schedule="async", chunks=4, epochs=4, eval_every=0, predict=False)
+    trainer = Trainer(run, small_graph(), pyg_models.Normed(nn.BatchNorm1d(pyg_models.HIDDEN)))
+    with pytest.warns(UserWarning, match="exact with --chunks 1, or --schedule fill-drain"):
+        trainer.fit()
+    assert int(trainer.model.state_dict()["norm.num_batches_tracked"]) == 4
+
+
 def prepared_of(stages, **settings):
     """A run of several stages, decided in one process."""
     config = quick_config(stages=stages, layers=stages, schedule="async", **settings)
     return prepare(config, World.alone(), small_graph())
 
 
-def test_the_plan_of_a_file_gives_the_schedule():
+def test_the_plan_of_a_file_gives_the_schedule(tmp_path):
     run = quick_config(chunks=4, layers=2)
     plan = Trainer(run, small_graph()).plan
     told = Plan.from_json(plan.to_json().replace("fill-drain", "async"))
+    refused = {
+        "--label-inputs 0.5: changes": ("async", {"label_inputs": 0.5}),
+        "--weights stash: has no effect": ("fill-drain", {"weights": "stash"}),
+        "--steps-every 2: --schedule fill-drain takes": ("fill-drain", {"steps_every": 2}),
+        "--no-checkpoint-tables: --schedule async": ("async", {"checkpoint_tables": False}),
+    }
+    for text, (schedule, more) in refused.items():
+        file = tmp_path / "plan.json"
+        file.write_text((told if schedule == "async" else plan).to_json())
+        with pytest.raises(InputError, match=text):
+            Trainer(quick_config(plan=str(file), layers=2, **more), small_graph()).fit()
     with pytest.raises(InputError, match="--staleness exact: not used with --schedule async"):
         Trainer(quick_config(chunks=4, staleness="exact"), small_graph(), plan=told).fit()
-    with pytest.raises(InputError, match="--steps-every 3: does not divide the plan's 4 chunks"):
+    with pytest.raises(InputError, match="--steps-every 3: does not divide --chunks 4"):
         Trainer(
             quick_config(schedule="async", chunks=3, steps_every=3), small_graph(), plan=told
         ).fit()

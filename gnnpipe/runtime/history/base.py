@@ -96,7 +96,8 @@ class History(ABC):
         self._snapshot = torch.zeros_like(self.table) if spec.snapshot_every > 1 else None
         self._grads = self.table.new_empty(0, width)
         self.stays_in_chunk = False
-        """Whether gradients stay in their chunk in the current epoch, and there are several."""
+        """Whether gradients stay in their chunk; each pull then forgets what it has returned,
+        because several epochs may follow before ``begin_epoch``."""
         self._of_chunk: dict[int, Tensor] = {}
         """Gradients recorded by chunks that have not pulled yet, if gradients stay in them."""
         self._arriving: list[CollectiveWork] = []
@@ -131,7 +132,7 @@ class History(ABC):
             is_exact: No read is stale, so gradients from other chunks are complete and not scaled.
             stays_in_chunk: Gradients stay in their chunk.
         """
-        self.stays_in_chunk = stays_in_chunk and self.layout.num_chunks > 1
+        self.stays_in_chunk = stays_in_chunk
         self._of_chunk.clear()
         self.scale = 1.0 if is_exact else self._scale
         self._arriving.clear()  # left by a pass that failed

@@ -82,7 +82,7 @@ class LinearHistory(History):
 
     def _backward_product(self, chunk: int, start: int, stop: int) -> Tensor:
         """Return the gradients of table rows start:stop, which belong to a chunk."""
-        if self.stays_in_chunk:
+        if self.stays_in_chunk and self.layout.num_chunks > 1:
             return self.operator.back_from(chunk, self._of_chunk[chunk], start, stop)
         if self._is_shared:
             return self.operator.back(self._grads, start, stop, self._recorded)
