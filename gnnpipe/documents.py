@@ -150,8 +150,12 @@ def _read(hint: Any, value: Any, where: str) -> Any:
 def _key(kind: type, key: str, where: str) -> Any:
     if kind is not int:
         return key
-    if not (key.isascii() and key.isdecimal() and len(key) < 19):
-        raise InputError(f"{where}: {shown(key)}: must be a whole number, at least 0")
+    is_whole = key.isascii() and key.isdecimal() and len(key) < 19
+    # Otherwise "1" and "01" would be one key.
+    if not is_whole or key != str(int(key)):
+        raise InputError(
+            f"{where}: {shown(key)}: must be a whole number, at least 0, without leading zeros"
+        )
     return int(key)
 
 

@@ -62,6 +62,15 @@ class Affine:
         return Affine(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
+def aggregates_again(is_linear: bool, is_after: bool) -> bool:
+    """Return whether backward repeats the work per edge of a part of an op that recomputes.
+
+    ``is_linear``: the aggregation is a product with a matrix, whose result is an input that is
+    kept; other convolutions aggregate again. ``is_after``: the part after the aggregation.
+    """
+    return not (is_linear and is_after)
+
+
 @dataclass(frozen=True)
 class OpTimes:
     """Times of the ops of one kind."""
@@ -86,10 +95,11 @@ class OpTimes:
     def recomputing(self, is_linear: bool) -> OpTimes:
         """Return the times of an op that keeps only its inputs and runs again in backward.
 
-        ``is_linear``: the aggregation is a product with a matrix, whose result is an input that is
-        kept; other convolutions aggregate again.
+        ``is_linear``: as for ``aggregates_again``.
         """
-        again = replace(self.forward_after, per_edge_s=0.0) if is_linear else self.forward_after
+        again = self.forward_after
+        if not aggregates_again(is_linear, is_after=True):
+            again = replace(again, per_edge_s=0.0)
         return replace(
             self,
             backward_before=self.backward_before + self.forward_before,

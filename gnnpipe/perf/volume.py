@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,10 @@ class CommVolume:
         """The sum over all axes."""
         return sum(astuple(self))
 
+    def with_steps(self, optimizer_steps: int) -> CommVolume:
+        """Return the bytes of an epoch with ``optimizer_steps`` sums of gradients in place of one."""
+        return replace(self, gradient=self.gradient * optimizer_steps)
+
     def to_dict(self) -> dict[str, int]:
         """Return the bytes by axis and in total, as in result.json."""
         return {**asdict(self), "total": self.total}
@@ -57,7 +61,7 @@ def closed_form_volume(
       each boundary;
     - graph: 2 M x the total width of all pushes, 2 L M H for L pushes of width H; for a mean over
       all vertices 2 K sums of its width, in float64;
-    - gradient: one sum over the shards of all weight gradients;
+    - gradient: one sum over the shards of all weight gradients, for one optimizer step;
     - control, with probes: 2 P x the total width of all transfers (once with the old and once with
       the new weights), and a sum of ``fit_numbers`` for every forecast aggregation, in float64;
     - each label iteration: half the bytes of pipeline and graph, because it only goes forward, and

@@ -148,7 +148,10 @@ class _File:
                 _check("devices", "count", group.count, 1, MOST_DEVICES)
                 found += [Device(group.speed, group.memory_bytes)] * group.count
             if len(found) > MOST_DEVICES:
-                raise InputError(f"cluster: devices: must be at most {MOST_DEVICES:,} in all")
+                raise InputError(
+                    f"cluster: devices[{i}]: count {group.count}: makes {len(found):,} devices in "
+                    f"all; give at most {MOST_DEVICES:,}"
+                )
         return tuple(found)
 
     def links(self) -> dict[tuple[int, int], Link]:
@@ -156,9 +159,13 @@ class _File:
         found: dict[tuple[int, int], Link] = {}
         for i, pair in enumerate(self.pairs):
             where, ranks = f"cluster: pairs[{i}]", sorted(pair.ranks)
-            if len(ranks) != 2 or tuple(ranks) in found:
-                fault = "were given before" if len(ranks) == 2 else "are not two, like [0, 1]"
-                raise InputError(f"{where}: ranks {shown(ranks)}: {fault}; give each pair once")
+            fault = ""
+            if len(set(ranks)) != 2 or len(ranks) != 2:
+                fault = "must be two different ranks, like [0, 1]"
+            elif tuple(ranks) in found:
+                fault = "were given before; give each pair once"
+            if fault:
+                raise InputError(f"{where}: ranks {shown([*pair.ranks])}: {fault}")
             with named("cluster: link", where):
                 found[ranks[0], ranks[1]] = Link(pair.bandwidth_bytes_per_s, pair.latency_s)
         return found

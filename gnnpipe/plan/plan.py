@@ -248,6 +248,8 @@ def _check_each_once(name: str, lists: Sequence[Sequence[int]]) -> None:
         if not numbers:
             raise InputError(f"{where}: is empty; give at least one {name}, or leave the stage out")
         for number in numbers:
+            if number < 0:
+                raise InputError(f"{where}: {name} {number}: must be at least 0")
             if number in stage_of:
                 other = stage_of[number]
                 place = f"in stages[{other}], too" if other != i else "there twice"

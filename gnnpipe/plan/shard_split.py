@@ -8,7 +8,7 @@ owns consecutive parts. Two stages of equal shares own the same rows by shard.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -46,6 +46,13 @@ class ShardSplit:
             (0, *(1 + _nearest(ends, end) for end in stage), len(parts)) for stage in ends_by_stage
         )
         return cls(parts, bounds)
+
+    def can_cut(self, num_vertices: Mapping[str, int], chunks: int) -> bool:
+        """Return whether there is a vertex for every part of every chunk.
+
+        ``num_vertices``: by type; the vertices of all types are cut together.
+        """
+        return sum(num_vertices.values()) >= chunks * self.num_parts
 
     @property
     def num_parts(self) -> int:

@@ -136,7 +136,8 @@ def fitted(
 
     In stages that do not fit otherwise, no rows travel by columns, which takes the matrix of the
     whole graph. If this is not enough, devices that are too small get fewer rows, or the stages
-    recompute, or both, whatever is the fastest by the closed form.
+    recompute, or both, or some stages the one and some the other, whatever is the fastest by the
+    closed form.
 
     ``planned``: returns the candidate for given stages that recompute. If no choice of stages fits,
     the result does not fit either.
@@ -147,7 +148,10 @@ def fitted(
         return candidate
     again = _recomputing(candidate, planned, space)
     both = again.with_smaller_shares(limits).without_needless_recomputation(limits)
-    tried = [candidate.with_smaller_shares(limits), again, both]
+    moved = candidate.with_smaller_shares(limits)
+    tried = [moved, again, both]
+    if space.can_recompute:
+        tried.append(moved.recomputing(moved.stages_over(limits)))
     fitting = [one for one in tried if not one.stages_over(limits)]
     return min(fitting, key=lambda c: c.closed_form_s, default=again)
 
@@ -252,16 +256,15 @@ def _shapes(space: SearchSpace) -> Iterator[_Shape]:
         if forms is None:
             one = ClosedForm(workload, 1)
             forms = known[id(workload)] = {count: one.with_chunks(*count) for count in counts}
-        rows = min(workload.num_vertices.values())
         for stages in stage_counts(len(chosen), len(chosen) == space.num_devices):
             if stages > len(workload.cuts) + 1:
                 continue
             for slots in arrangements(workload.cluster, len(chosen), stages):
                 parts = tuple(StagePlan((0,), *slot) for slot in slots)
                 groups = tuple(Group.of(part, workload.cluster) for part in parts)
-                pieces = ShardSplit.of(list({part.shares: 0 for part in parts})).num_parts
+                split = ShardSplit.of(list({part.shares: 0 for part in parts}))
                 for form in forms.values():
-                    if pieces * form.chunks <= rows:
+                    if split.can_cut(workload.num_vertices, form.chunks):
                         exact_form = forms[form.chunks, True]
                         yield _Shape(space, chosen, parts, groups, form, exact_form)
 
@@ -296,7 +299,7 @@ def _dag_candidates_of(
         for stages in candidates(costs, Interval(costs), is_rough=True):
             plan = as_plan(units, stages, chunks, schedule)
             plan = replace(plan, comm_dtype=work.comm_dtype, ways=form.ways(plan.stages))
-            has_rows = plan.split.num_parts * chunks <= min(work.num_vertices.values())
+            has_rows = plan.split.can_cut(work.num_vertices, chunks)
             if plan.num_ranks == len(chosen) and has_rows:
                 dag = StageDag.of(plan, work.model)
                 yield Candidate(plan, chosen, form, exact_form, dag, space.exact_share)

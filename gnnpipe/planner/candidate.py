@@ -172,22 +172,19 @@ class Candidate:
     def with_smaller_shares(self, device_bytes: Sequence[int]) -> Candidate:
         """Return the plan with fewer rows on devices that cannot hold theirs.
 
-        The other ranks of the stage get more, in proportion to their shares. The same plan if that
-        does not help.
+        The other ranks of the stage get more, in proportion to their shares. A stage whose devices
+        together cannot hold all rows stays as it is.
         """
         plan, work = self.plan, self.form.workload
-        over, stages = self.stages_over(device_bytes), []
-        for i, stage in enumerate(plan.stages):
-            if i in over:
-                most = self.largest_shares(stage, device_bytes)
-                if min(most) <= 0 or sum(most) < 1:
-                    return self
-                shares = capped(np.array(stage.shares), most)
-                stage = replace(stage, shares=tuple(map(float, shares)))
-            stages.append(stage)
+        stages = list(plan.stages)
+        for i in self.stages_over(device_bytes):
+            most = self.largest_shares(stages[i], device_bytes)
+            if min(most) > 0 and sum(most) >= 1:
+                shares = capped(np.array(stages[i].shares), most)
+                stages[i] = replace(stages[i], shares=tuple(map(float, shares)))
         moved = replace(plan, stages=tuple(stages))
-        has_rows = moved.split.num_parts * plan.chunks <= min(work.num_vertices.values())
-        return self.with_plan(moved) if over and has_rows else self
+        has_rows = moved.split.can_cut(work.num_vertices, plan.chunks)
+        return self.with_plan(moved) if moved != plan and has_rows else self
 
     def limited_ranks(self, device_bytes: Sequence[int]) -> Iterator[tuple[int, float, float]]:
         """Yield the ranks whose share is as large as their memory allows, and less than by speed.
@@ -313,13 +310,15 @@ class FoundPlan:
             equal = best.with_plan(replace(plan, stages=even))
             is_over = bool(equal.stages_over(self.space.device_bytes))
             cost = "not fit" if is_over else f"cost {self._cost_of(equal.plan)}"
-            yield f"shares of the rows: {_shares_text(plan)}; equal shares would {cost}"
+            yield f"shares of the work: {_shares_text(plan)}; equal shares would {cost}"
         limited = list(best.limited_ranks(self.space.device_bytes))
         for rank, share, usual in limited[:SHOWN_RANKS]:
             yield (
-                f"memory limits rank {rank} to {share:.0%} of the rows of its stage; by speed it "
+                f"memory limits rank {rank} to {share:.0%} of the work of its stage; by speed it "
                 f"would have {usual:.0%}"
             )
+        if len(limited) > SHOWN_RANKS:
+            yield f"... and {len(limited) - SHOWN_RANKS} more ranks"
         if plan.ways:
             ops = _runs_text(sorted(plan.ways))
             cost = self._cost_of(replace(plan, ways={}))
@@ -327,7 +326,7 @@ class FoundPlan:
         if plan.recomputes:
             stages = [str(i) for i, stage in enumerate(plan.stages) if stage.recompute]
             numbers = ", ".join(stages[:SHOWN_RANKS]) + ", ..." * (len(stages) > SHOWN_RANKS)
-            yield f"recomputation, without which these stages do not fit into memory: {numbers}"
+            yield f"stages that recompute, because they do not fit into memory otherwise: {numbers}"
 
     def _cost_of(self, plan: Plan) -> str:
         """Return by how much another plan is slower by simulation, in per cent."""

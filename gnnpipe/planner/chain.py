@@ -9,7 +9,7 @@ the one is taken whose slowest stage is the fastest together with its message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -63,10 +63,8 @@ def cut_chain(
         ]
 
     def time_s(ends: Sequence[int]) -> float:
-        runs = list(pairwise(ends))
-        slowest_s = max(cost[run] for cost, run in zip(longest, runs, strict=True))
-        passed_s = sum(cost[run] for cost, run in zip(sums, runs, strict=True))
-        return float((chunks - 1) * slowest_s + passed_s)
+        times = [cost[run] for cost, run in zip(stages_s, pairwise(ends), strict=True)]
+        return pipeline_time_s(times, arrives[[*ends[1:-1]]], chunks)
 
     best = found[0]
     for ends in found[1:]:
@@ -122,6 +120,15 @@ def _cheapest(costs: Sequence[Seconds], limited: Sequence[Seconds], limit: float
         place = int(begins[place])
         ends.append(stage + place)
     return [0, *reversed(ends)]
+
+
+def pipeline_time_s(stages_s: Sequence[float], sent_s: Iterable[float], chunks: int) -> float:
+    """Return the time of an epoch whose messages pass while the stages compute.
+
+    ``stages_s`` and ``sent_s``: time of a chunk in each stage, and of the messages between two.
+    """
+    both = [*stages_s, *sent_s]
+    return float((chunks - 1) * max(both) + sum(both))
 
 
 def _for_each(stages: Sequence[Seconds], make: Callable[[Seconds], Seconds]) -> list[Seconds]:

@@ -13,11 +13,8 @@ from gnnpipe.planner.devices import machine_of
 
 Floats = npt.NDArray[np.float64]
 
-SECANT_STEPS = 4
-"""Steps towards the largest share that fits."""
-
-ROOM = 1e-3
-"""Part of the largest share that is left free, for rounding."""
+BISECTIONS = 16
+"""Steps towards the largest share that fits, whose error is then 2^-16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,22 +138,17 @@ def capped(shares: Floats, most: Floats) -> Floats:
 
 
 def largest_share(size_bytes: Callable[[float], int], limit_bytes: int) -> float:
-    """Return about the largest share whose memory is within the limit; 0: none is.
+    """Return a share whose memory is within the limit, 2^-16 below the largest one; 0: none is.
 
-    ``size_bytes``: returns the memory of a share, which is convex but for rounding. A secant then
-    ends at a share that fits.
+    ``size_bytes``: returns the memory of a share, which grows with the share.
     """
     low, high = 0.0, 1.0
     if size_bytes(high) <= limit_bytes:
         return high
-    if size_bytes(low) > limit_bytes:
-        return low
-    for _ in range(SECANT_STEPS):
-        under, over = size_bytes(low), size_bytes(high)
-        if under > limit_bytes:
-            break  # by rounding
-        low += (high - low) * (limit_bytes - under) / (over - under)
-    low *= 1 - ROOM
-    while low > 0 and size_bytes(low) > limit_bytes:
-        low = low * (1 - ROOM) if low > ROOM else 0.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        if size_bytes(middle) <= limit_bytes:
+            low = middle
+        else:
+            high = middle
     return low

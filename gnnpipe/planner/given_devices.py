@@ -12,10 +12,10 @@ from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
 from gnnpipe.plan import ModelGraph
 from gnnpipe.plan.cluster import Cluster
 
-TIMES = "--hardware DEVICE:LINK, like h100:100gbe, or --profile FILE of `gnnpipe profile --save`"
+_TIMES = "--hardware DEVICE:LINK, like h100:100gbe, or --profile FILE of `gnnpipe profile --save`"
 
 MOST_SEARCHED = 4096
-"""Devices that a plan may be searched for; the search takes half a minute for as many."""
+"""Devices that a plan may be searched for."""
 
 STAND_IN = "a100:100gbe"
 """Data sheets for the memory of a plan, which does not depend on times."""
@@ -76,7 +76,7 @@ def hardware_of(
     if cluster is None and devices is None:
         missing.append("the number of devices (--devices N, or --cluster FILE)")
     if sheets is None and profile is None and not config.profile:
-        missing.append(f"the times of the ops ({TIMES})")
+        missing.append(f"the times of the ops ({_TIMES})")
     if missing:
         raise InputError(f"--plan auto: give {' and '.join(missing)}")
     return Hardware(profile_or_sheets(config, sheets, profile), sheets, cluster, devices)
@@ -91,7 +91,7 @@ def profile_or_sheets(
     """
     has_profile = profile is not None or config.profile != ""
     if sheets is None and not has_profile:
-        raise InputError(f"simulate: give the times of the ops ({TIMES})")
+        raise InputError(f"simulate: give the times of the ops ({_TIMES})")
     if sheets is None:
         return profile or Profile.read_to_use(config.profile)
     if has_profile:

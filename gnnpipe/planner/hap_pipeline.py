@@ -12,7 +12,7 @@ import numpy as np
 from gnnpipe.perf.workload import Workload
 from gnnpipe.plan import Plan, RowWay, StagePlan
 from gnnpipe.plan.cluster import Cluster
-from gnnpipe.planner.chain import cut_chain
+from gnnpipe.planner.chain import cut_chain, pipeline_time_s
 from gnnpipe.planner.device_group import DeviceGroup, Floats, Shares
 from gnnpipe.planner.devices import arrangements
 from gnnpipe.planner.distributed_program import PLAN_RULES, DistributedProgram, OpKind, Rule, State
@@ -84,7 +84,7 @@ class GroupedPlan:
     chunks: int
     epoch_s: float
 
-    def as_plan(self, workload: Workload) -> Plan:
+    def runnable_plan(self, workload: Workload) -> Plan:
         """Return the plan that runs, with shares of the rows and ways of the programs.
 
         Raises:
@@ -217,7 +217,7 @@ class GroupPlanner:
         def epoch_s(runs: Runs) -> float:
             times = [float(p[b] - p[a]) for p, (a, b) in zip(prefixes, runs, strict=True)]
             sent = [float(crossing[a]) + latency_s for a, _ in runs[1:]]
-            return (chunks - 1) * max(*times, *sent) + sum(times) + sum(sent)
+            return pipeline_time_s(times, sent, chunks)
 
         runs = min(tried, key=epoch_s)
         stages = zip(groups, runs, (one for one, _ in found), strict=True)

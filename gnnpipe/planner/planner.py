@@ -115,21 +115,23 @@ class GivenPlan:
         """Return the given plan, checked against the model."""
         with naming_plan(self):
             check_plan(self.given, request.model)
-            self._check_pieces(sum(request.graph.num_vertices.values()))
+            self._check_pieces(request.graph.num_vertices)
         return self.given
 
-    def _check_pieces(self, vertices: int) -> None:
+    def _check_pieces(self, num_vertices: Mapping[str, int]) -> None:
         chunks, parts = self.given.chunks, self.given.split.num_parts
+        if self.given.split.can_cut(num_vertices, chunks):
+            return
+        vertices = sum(num_vertices.values())
         if parts > vertices:
             raise InputError(
                 f"plan: stages: the shares cut {vertices:,} vertices into {parts:,} parts; try "
                 "fewer ranks in a stage"
             )
-        if chunks * parts > vertices:
-            raise InputError(
-                f"plan: chunks {chunks}: too many for {vertices:,} vertices (parts of a chunk by "
-                f"the shares: {parts}); try {vertices // parts} or fewer"
-            )
+        raise InputError(
+            f"plan: chunks {chunks}: too many for {vertices:,} vertices (parts of a chunk by the "
+            f"shares: {parts}); try {vertices // parts} or fewer"
+        )
 
 
 def planner_named(name: str) -> Planner:

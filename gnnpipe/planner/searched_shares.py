@@ -47,7 +47,7 @@ def with_searched_shares(
     except InputError:
         return None
     moved = replace(plan, stages=tuple(stages), ways=form.ways(stages))
-    has_rows = moved.split.num_parts * chunks <= min(work.num_vertices.values())
+    has_rows = moved.split.can_cut(work.num_vertices, chunks)
     if not has_rows or any(min(stage.shares) <= 0 for stage in stages):
         return None
     return candidate.with_plan(moved).by_halo_if_over(device_bytes)

@@ -246,9 +246,9 @@ def _check_recomputation(config: TrainConfig, profile: Profile, plan: Plan | Non
     Those of a stage that the plan recomputes are derived from times without recomputation.
     """
     stages = [False] if plan is None else [stage.recompute for stage in plan.stages]
-    for i, is_derived in enumerate(stages):
-        wanted = config.recompute or is_derived
-        if wanted == profile.recompute or (is_derived and not profile.recompute):
+    for i, is_in_plan in enumerate(stages):
+        wanted = config.recompute or is_in_plan
+        if wanted == profile.recompute or (is_in_plan and not profile.recompute):
             continue
         which = f"stage {i} of the plan" if any(stages) else "the run"
         does = "recomputes" if wanted else "does not recompute"

@@ -253,7 +253,9 @@ def _scenario_of_plan(
     )
     rows = [of_stage.shard_rows for of_stage in sizes.stages]
     moved = row_way_bytes(dag, model, rows, row_dtype(config).itemsize)
-    volume = replace(volume, graph=volume.graph + moved)
+    volume = replace(volume, graph=volume.graph + moved).with_steps(
+        program.consistency.optimizer_steps or 1
+    )
     by_stage = memory_of_shape(config, shape, model, dag)
     memory = [by_stage[stage] for stage, _ in plan.placement]
     return Scenario(
@@ -380,7 +382,7 @@ def _plan_of_shape(
         {"": shape.stored or shape.vertices * shape.features},
     )
     plan = planner.plan(PlanRequest(model, counts, shape_of(config)))
-    if shape.vertices < plan.split.num_parts * plan.chunks:
+    if not plan.split.can_cut(counts.num_vertices, plan.chunks):
         raise InputError(
             f"--chunks {plan.chunks}: with --shards {plan.shards_text} more pieces than the "
             f"{shape.vertices:,} vertices; try fewer"

@@ -21,7 +21,7 @@ from torch import Tensor
 from gnnpipe.perf import EpochSpans, PlanSizes
 from gnnpipe.perf.fit import Sample, Work
 from gnnpipe.perf.parts import Side, step_parts
-from gnnpipe.perf.profile import op_kind
+from gnnpipe.perf.profile import aggregates_again, op_kind
 from gnnpipe.plan import StageDag, StagePlan, gradient_buckets
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.p2p import ArrivingMessage, PointToPoint, ValueSize
@@ -268,12 +268,12 @@ def work_of(
             for p in step_parts(model, indices, of_stage.precomputed)[step]
         ]
         found = [(op, f"{what}_{side}", work) for op, side, work in parts]
-        # What --recompute computes again in all stages is time of backward (OpTimes.recomputing).
-        is_derived = prepared.plan.stages[stage].recompute and not prepared.config.recompute
-        if what == "backward" and is_derived:
+        # With --recompute, all stages recompute, and this is part of the time of backward.
+        adds_forward = prepared.plan.stages[stage].recompute and not prepared.config.recompute
+        if what == "backward" and adds_forward:
             for op, side, work in parts:
-                keeps_sum = op.is_linear and side is Side.AFTER
-                again = replace(work, edges=0.0) if keeps_sum else work
+                has_edges = aggregates_again(op.is_linear, side is Side.AFTER)
+                again = work if has_edges else replace(work, edges=0.0)
                 found.append((op, f"forward_{side}", again))
         # The last chunk backward also completes the gradients of all chunks' features.
         if (what, chunk, step) == ("backward", _walk_order(prepared)[0], 0):

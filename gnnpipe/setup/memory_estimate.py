@@ -99,7 +99,10 @@ def check_memory(prepared: Prepared, mesh: Mesh) -> None:
         count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         here = list(range(max(0, first), min(first + count, mesh.world_size)))
         capacity_bytes = memory_bytes()
-    needed_bytes = sum(least_memory_bytes(prepared, *mesh.placement.place(rank)) for rank in here)
+    # To measure a model, every rank of the mesh runs the same plan of one rank.
+    placement = prepared.plan.placement
+    places = [placement.place(rank % placement.num_ranks) for rank in here]
+    needed_bytes = sum(least_memory_bytes(prepared, *place) for place in places)
     if needed_bytes > capacity_bytes:
         ranks = (
             f"rank {mesh.rank} takes" if len(here) == 1 else f"its {len(here)} ranks together take"

@@ -171,7 +171,9 @@ def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
         program=program,
         exact_program=exact_program,
         probes=probes,
-        volume=_epoch_bytes(config, dag, model_graph, graph, chunking, qualities, probes),
+        volume=_epoch_bytes(
+            config, dag, model_graph, graph, chunking, qualities, probes
+        ).with_steps(program.consistency.optimizer_steps or 1),
         chunk_edges=None if program.is_exact else chunk_edges(graph, chunking),
         refill_epochs=refill_epochs,
         given_edges=bare(inputs.given) if edges_are_random(chosen) else None,
@@ -471,7 +473,7 @@ def _epoch_bytes(
     qualities: Sequence[CutQuality],
     probes: npt.NDArray[np.int64],
 ) -> CommVolume:
-    """Returns the bytes sent in a usual epoch."""
+    """Returns the bytes sent in a usual epoch with one optimizer step."""
     num_probes = {name: int(rows[probes].sum()) for name, rows in graph.row_types.items()}
     by_halo = closed_form_volume(
         dag,

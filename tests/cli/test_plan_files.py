@@ -128,6 +128,7 @@ PLANS = {
     "way unknown": (("ways",), {"1": "column"}, ["ways: 1 'column': must be one of halo, gather"]),
     "way of no op": (("ways",), {"9": "columns"}, ["ways: 9: must be an op from 0 to 3"]),
     "way of a name": (("ways",), {"gcn1": "columns"}, ["ways: 'gcn1': must be a whole number"]),
+    "way with a zero": (("ways",), {"01": "halo"}, ["ways: '01': must be", "leading zeros"]),
     "way without shards": (("ways",), {"2": "columns"}, ["ways: columns: layer 2", "single rank"]),
     "ways a list": (("ways",), ["halo"], ["ways ['halo']: must be an object"]),
     "version old": (

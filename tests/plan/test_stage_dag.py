@@ -167,3 +167,8 @@ def test_the_depth_is_the_longest_path(dag):
     longest = np.stack(counts).astype(bool).sum(0)
     assert dag.depths == tuple(longest)
     assert dag.depth == len(counts) - 1
+
+
+def test_a_negative_op_is_told_as_such():
+    with pytest.raises(InputError, match=r"stages\[0\]: ops \[-1, 0\]: op -1: must be at least 0"):
+        Plan((StagePlan((-1, 0), (0,), (1.0,)),), 1, "fill-drain")

@@ -65,7 +65,7 @@ def test_one_stage_alone_recomputes_where_one_device_is_small():
     found = find_plan(replace(space, device_bytes=[few, BIG], uses_all=True))
     assert [stage.recompute for stage in found.plan.stages] == [True, False]
     text = "\n".join(found.lines())
-    assert "recomputation, without which these stages do not fit into memory: 0\n" in text
+    assert "stages that recompute, because they do not fit into memory otherwise: 0\n" in text
     assert ", recompute)" in text
 
 

@@ -150,7 +150,7 @@ def test_auto_finds_plans_as_fast_as_grouped_ones(speeds, link, halo):
     space = search_space(config, planner.workload, hardware)
     best_s = find_plan(space).best.simulated_s
     for stages, chunks in ((range(1, 2), (1,)), (range(2, 5), (8, 32))):
-        plan = best_plan(planner, Choices(), stages, chunks).as_plan(planner.workload)
+        plan = best_plan(planner, Choices(), stages, chunks).runnable_plan(planner.workload)
         assert best_s <= 1.02 * simulated_s(space, plan)
 
 
@@ -163,7 +163,7 @@ def trained(stages, chunks, halo):
 
     planner = planner_on((1.0, 0.5, 0.5), Link(2e10, 0.0), layers=4, halo=halo)
     found = best_plan(planner, Choices(), range(stages, stages + 1), (chunks,))
-    plan = found.as_plan(planner.workload)
+    plan = found.runnable_plan(planner.workload)
     plan = Plan.from_json(plan.to_json())
     graph, mesh = small_graph(n=120), Mesh.of(World.meet(3, "cpu"), plan.placement)
     config = quick_config(model="gcn", layers=4, hidden=8, epochs=3)

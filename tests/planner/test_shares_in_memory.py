@@ -13,7 +13,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.plan import Plan, StagePlan
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import GivenPlan, find_plan
-from gnnpipe.planner.auto import every_candidate
+from gnnpipe.planner.auto import every_candidate, fitted
 from gnnpipe.planner.device_group import DeviceGroup, capped, largest_share
 from gnnpipe.planner.searched_shares import with_searched_shares
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -65,6 +65,9 @@ def test_the_largest_share_is_found():
         found = largest_share(size_bytes, limit)
         assert found == pytest.approx(expected, abs=0.02)
         assert found == 0 or size_bytes(found) <= limit
+    # Most of the memory is needed above a share of one half.
+    found = largest_share(lambda share: int(1000 + 1e6 * max(0.0, share - 0.5)), 2000)
+    assert found == pytest.approx(0.501, abs=1e-4)
     # A share a little below 1 takes as many whole rows as 1.
     assert largest_share(lambda share: 10 * math.ceil(50 * share), 499) <= 49 / 50
 
@@ -102,6 +105,36 @@ def test_a_small_device_gets_the_rows_that_fit(speeds, part):
     shares = moved.plan.stages[0].shares
     assert shares[2] == pytest.approx(part / 3, rel=5e-3)
     assert shares[0] == pytest.approx(shares[1])
+
+
+def two_stages():
+    """Two stages of two devices each, with equal shares and no limits; and the space."""
+    space = space_of(Cluster(devices(1.0, 1.0, 1.0, 1.0), FAST))
+    shape = (2, "2", 1)
+    even = next(c for c in every_candidate(space) if c.shape[:3] == shape and not c.plan.ways)
+    stages = tuple(replace(stage, shares=(0.5, 0.5)) for stage in even.plan.stages)
+    return even.with_plan(replace(even.plan, stages=stages)), space
+
+
+def test_one_stage_gets_shares_that_fit_though_another_cannot():
+    even, space = two_stages()
+    first, second = even.plan.stages
+    small = even._shard_bytes(first, 0.3)
+    # The second stage fits if it recomputes, and with no other shares.
+    sizes = [
+        even._shard_bytes(second, 0.5),
+        even.recomputing({1})._shard_bytes(even.recomputing({1}).plan.stages[1], 0.5),
+    ]
+    assert sizes[1] < sizes[0]
+    middle = sum(sizes) // 2
+    limits = [BIG, small, middle, middle]
+    moved = even.with_smaller_shares(limits)
+    assert moved.plan.stages[0].shares == pytest.approx((0.7, 0.3), abs=1e-3)
+    assert moved.plan.stages[1] == second
+    assert moved.stages_over(limits) == {1}
+    found = fitted(even, even.recomputing, replace(space, device_bytes=limits))
+    assert not found.stages_over(limits)
+    assert found.closed_form_s <= moved.recomputing({1}).closed_form_s
 
 
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 0.5, 1.0)])
@@ -149,7 +182,7 @@ def test_auto_plans_for_a_cluster_with_one_small_card(tmp_path):
     assert stage.shares[2] == pytest.approx(1 / 6, rel=0.02)
     text = "\n".join(found.lines())
     assert (
-        "memory limits rank 2 to 17% of the rows of its stage; by speed it would have 33%" in text
+        "memory limits rank 2 to 17% of the work of its stage; by speed it would have 33%" in text
     )
     assert "equal shares would not fit" in text
     # With enough memory no rank is limited.

@@ -1,5 +1,6 @@
 """Asynchronous runs on ranks: resumed to the bit, and steps whose gradients are not finite."""
 
+import json
 import math
 import os
 import signal
@@ -104,3 +105,14 @@ def test_a_checkpoint_loads_under_another_shape(tmp_path):
     run_ranks(trained, 2, out, RUN | {"epochs": 4})
     Trainer(resumed_config(out, {"stages": 1, "epochs": 6}), small_graph(), resume=out).fit()
     assert len(table(out)) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{}, {"steps_every": 2}, {"schedule": "1f1b", "steps_every": 2}]
+)
+def test_bytes_equal_the_closed_form_with_a_sum_of_gradients_for_each_step(settings, tmp_path):
+    out = tmp_path / "run"
+    run_ranks(trained, 4, str(out), {**RUN, "shards": 2} | settings)
+    result = json.loads((out / "result.json").read_text())
+    assert result["comm_bytes_per_epoch"] == result["comm_bytes_closed_form"]
