@@ -199,7 +199,12 @@ class Settings:
         "step old on all stages, PipeDream-2BW), spectrain or xpipe (predict otherwise)",
         choices=("predict", "latest", "stash", "2bw", "spectrain", "xpipe"),
     )
-    clip_norm: float = _training(0.0, "clip the global gradient norm to this value (0: off)", low=0)
+    clip_norm: float = _training(
+        0.0,
+        "clip the global gradient norm to this value (0: off); with --schedule async each stage "
+        "clips the norm of its own gradients",
+        low=0,
+    )
     on_nan: str = _training(
         "stop",
         "what to do when loss or gradients are not finite: stop the run, skip the optimizer step, "

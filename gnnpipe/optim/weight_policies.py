@@ -7,7 +7,7 @@ by ``schedule.check``. W_v are the weights after v steps; forward comes after v 
 | --------- | ---------------- | -------------- | ------------- |
 | latest    | W_v              | W_v+g          | 1             |
 | stash     | W_v              | W_v            | g + 1         |
-| 2bw       | W_v+g-1          | W_v+g-1        | 3             |
+| 2bw       | W_v+g-1          | W_v+g-1        | 4             |
 | predict   | W_v, g ahead     | W_v+g          | 2             |
 | xpipe     | W_v, g ahead     | W_v+g          | 3             |
 | spectrain | W_v, g + h ahead | W_v+g, h ahead | 2             |

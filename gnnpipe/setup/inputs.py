@@ -127,7 +127,9 @@ def check_can_fit(model: nn.Module | None, graph: Graph | None, loss_fn: LossFn 
             )
 
 
-def last_epoch_of(config: TrainConfig, epochs: int | None, done: int) -> int:
+def last_epoch_of(
+    config: TrainConfig, epochs: int | None, done: int, has_own_scheduler: bool = False
+) -> int:
     """Return the epoch up to which ``fit(epochs)`` trains after ``done`` epochs.
 
     Raises ``InputError`` for a wrong number, and if the learning rate ends earlier.
@@ -136,14 +138,22 @@ def last_epoch_of(config: TrainConfig, epochs: int | None, done: int) -> int:
     if epochs is not None and not (is_number and epochs > 0):
         raise InputError(f"fit: epochs = {epochs!r}; give a whole number of at least 1")
     last_epoch = done + (config.epochs if epochs is None else epochs)
-    is_cosine = config.lr_schedule_with(config.steps_per_epoch) == "cosine"
-    if last_epoch > config.epochs and is_cosine:
+    if not has_own_scheduler:
+        check_rate_lasts(config, config.steps_per_epoch, last_epoch)
+    return last_epoch
+
+
+def check_rate_lasts(config: TrainConfig, steps: int, last_epoch: int) -> None:
+    """Raise ``InputError`` if the learning rate is 0 before ``last_epoch``.
+
+    ``steps``: optimizer steps an epoch.
+    """
+    if last_epoch > config.epochs and config.lr_schedule_with(steps) == "cosine":
         raise InputError(
             f"--lr-schedule {config.lr_schedule}: the learning rate is 0 after --epochs "
             f"{config.epochs}, and fit is to train up to epoch {last_epoch}; make the Trainer with "
             f"epochs={last_epoch} and call fit(epochs=...) for a part of them, or pass a scheduler"
         )
-    return last_epoch
 
 
 def check_exact_epochs(config: TrainConfig, plan: Plan, last_epoch: int) -> None:

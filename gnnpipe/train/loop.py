@@ -39,7 +39,7 @@ from gnnpipe.run.signals import SIGINT, Stopping
 from gnnpipe.run.straggler import StragglerWatch
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import RankRuntime
-from gnnpipe.setup.inputs import why_not_validated
+from gnnpipe.setup.inputs import check_rate_lasts, why_not_validated
 from gnnpipe.setup.prepared import Prepared, epochs_to_flush
 from gnnpipe.tasks.loss import ERRORS
 from gnnpipe.train.diagnose import check_same_weights, find_fault
@@ -83,6 +83,7 @@ class Loop:
     def __post_init__(self) -> None:
         config, executor = self.config, self.rank_runtime.executor
         assert executor.optimizer is not None
+        self._check_rate(self.last_epoch)
         self.rows: list[EpochRow] = []
         self._weights = dict(executor.stage.stage_module.named_state())
         self._is_error = self.prepared.metric in ERRORS
@@ -92,11 +93,7 @@ class Loop:
         self.sent_bytes: list[int] = []
         """Bytes sent in the last epoch, over all ranks, by axis (see ``CommVolume``)."""
         self._learning_rate = LearningRate(
-            executor.optimizer,
-            config,
-            self.scheduler,
-            self._is_error,
-            self.prepared.program.consistency.optimizer_steps or 1,
+            executor.optimizer, config, self.scheduler, self._is_error, self._steps_per_epoch
         )
         if text := self._learning_rate.steps_text:
             self.progress.say(text)
@@ -109,6 +106,15 @@ class Loop:
         """Epoch of the newest checkpoint that this run can resume from; 0: none."""
         self._save_time_s = 0.0
         self._saved_at = self._met_at = time.monotonic()
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        return self.prepared.program.consistency.optimizer_steps or 1
+
+    def _check_rate(self, last_epoch: int) -> None:
+        """``InputError`` if the learning rate of the plan's schedule is 0 before ``last_epoch``."""
+        if self.scheduler is None:
+            check_rate_lasts(self.config, self._steps_per_epoch, last_epoch)
 
     def _no_best(self) -> BestEpoch:
         keeps = self.config.kept_epoch == "best"
@@ -147,6 +153,7 @@ class Loop:
 
     def extend(self, last_epoch: int, progress: Progress) -> None:
         """Makes this loop, which has ended, ready to train up to epoch ``last_epoch``."""
+        self._check_rate(last_epoch)
         self.last_epoch, self.progress = last_epoch, progress
         self._is_over = self._is_told_to_stop = False
         self.best.swap()  # training continues with the weights of the last epoch

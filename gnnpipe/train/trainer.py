@@ -332,7 +332,7 @@ class Trainer:
             )
         # A restart by torchrun may have begun at a checkpoint of a later call.
         done = 0 if loop is None else min(len(loop.rows), loop.last_epoch)
-        last_epoch = last_epoch_of(config, epochs, done)
+        last_epoch = last_epoch_of(config, epochs, done, self._scheduler is not None)
         if loop is not None and loop.has_no_patience:
             raise InputError(
                 f"--patience {config.patience}: has stopped the run after epoch {done}; go on with "

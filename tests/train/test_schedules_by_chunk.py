@@ -214,6 +214,14 @@ def test_a_model_that_draws_edges_is_refused_by_async_alone():
     Trainer(quick_config(chunks=4, schedule="1f1b"), small_graph(), RandomEdges()).fit()
 
 
+def test_a_scheduler_of_the_user_may_train_on():
+    run = quick_config(chunks=4, schedule="async", epochs=2)
+    constant = torch.optim.lr_scheduler.ConstantLR
+    trainer = Trainer(run, small_graph(), scheduler=lambda optimizer: constant(optimizer, 0.5))
+    trainer.fit()
+    assert len(trainer.fit(1).history) == 3
+
+
 def test_running_statistics_move_once_an_epoch():
     found = []
     for schedule in ("fill-drain", "async"):
@@ -258,7 +266,10 @@ def test_the_plan_of_a_file_gives_the_schedule(tmp_path):
         Trainer(
             quick_config(schedule="async", chunks=3, steps_every=3), small_graph(), plan=told
         ).fit()
-    losses = [row.loss for row in Trainer(run, small_graph(), plan=told).fit().history]
+    trainer = Trainer(run, small_graph(), plan=told)
+    losses = [row.loss for row in trainer.fit().history]
+    with pytest.raises(InputError, match="--lr-schedule auto: the learning rate is 0 after"):
+        trainer.fit(1)
     assert losses == [
         row.loss
         for row in Trainer(quick_config(chunks=4, layers=2, schedule="async"), small_graph())
