@@ -1,7 +1,8 @@
 """Planners: assign ops, ranks and shares of the work to stages."""
 
 from gnnpipe.planner.auto import AutoPlanner, find_plan
-from gnnpipe.planner.candidate import FoundPlan, SearchSpace
+from gnnpipe.planner.candidate import SearchSpace
+from gnnpipe.planner.found_plan import FoundPlan
 from gnnpipe.planner.planner import (
     AUTO,
     PLANNERS,

@@ -24,9 +24,10 @@ from gnnpipe.perf.group_times import Group
 from gnnpipe.perf.memory import human_bytes
 from gnnpipe.perf.workload import Workload
 from gnnpipe.plan import Plan, ShardSplit, StageDag, StagePlan
-from gnnpipe.planner.candidate import MAX_CHUNKS, Candidate, FoundPlan, SearchSpace
+from gnnpipe.planner.candidate import MAX_CHUNKS, Candidate, SearchSpace
 from gnnpipe.planner.chain import cut_chain
 from gnnpipe.planner.devices import arrangements, by_machine, stage_counts
+from gnnpipe.planner.found_plan import FoundPlan
 from gnnpipe.planner.interval import Interval
 from gnnpipe.planner.planner import AUTO, PLANNERS, PlanRequest, Shape
 from gnnpipe.planner.searched_shares import with_searched_shares
