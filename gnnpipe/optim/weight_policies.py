@@ -50,7 +50,7 @@ class StageSteps:
 
     optimizer: Optimizer
     gaps: Sequence[int]
-    """By position, number of steps between forward and backward."""
+    """By position, number of steps between forward and backward, in the longest program."""
     rates: Rates | None = None
     """Learning rates of the coming steps; ``None``: those of the optimizer's groups now."""
     depth: int = 0
@@ -73,6 +73,10 @@ class Latest:
         """Number of steps since the last flush."""
         self._counters: tuple[int, ...] = ()
         """Autograd's counts of the changes of the weights, at the last pass."""
+
+    def begin(self, gaps: Sequence[int]) -> None:
+        """Begin a program; ``gaps``: by position, steps between forward and backward."""
+        self._gaps = gaps
 
     def for_forward(self, position: int) -> AbstractContextManager[None]:
         """Return the context of forward at a position of the program."""
