@@ -3,15 +3,13 @@
 By default glibc returns large freed blocks to the system and gets them back as zeroed pages, in
 every epoch. ``held_heap`` stops this with ``mallopt`` while a run trains. ``HEAP_SETTINGS`` also
 switches off glibc's caches of small blocks, which leave holes between large ones; glibc reads
-these settings only when a process starts (docs/adr/0032). ``collector_paused`` is about Python's
-garbage collector, which walks all objects again and again while many are made.
+these settings only when a process starts (docs/adr/0032).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -66,18 +64,6 @@ def held_heap() -> Iterator[None]:
             for name, value in _DEFAULTS.items():
                 mallopt(name, value)
             give_back()
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, if it is on."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def give_back() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gnnpipe.heap import collector_paused
+from gnnpipe.garbage_collector import collector_paused
 from gnnpipe.perf.simulate import Task, TaskKind, Tasks
 
 VARIANTS = ("naive", "input overlap", "wait-free backward")

@@ -24,10 +24,10 @@ from gnnpipe.capture.trial.facts import Facts, probe
 from gnnpipe.capture.trial.run import values_on_sample
 from gnnpipe.capture.trial.sample_graph import Sample, make_sample
 from gnnpipe.errors import InputError
+from gnnpipe.garbage_collector import collector_paused
 from gnnpipe.graph.adjacency import adjacency_tensor
 from gnnpipe.graph.blocks import edge_data_of
 from gnnpipe.graph.graph import Graph
-from gnnpipe.heap import collector_paused
 from gnnpipe.models.stage_module import Model
 
 

@@ -287,7 +287,9 @@ class _Tracer(fx.Tracer):
             if set(given) == {"x_dict", "edge_index_dict"}:
                 x = {k: v for k, v in given["x_dict"].items() if v is not None}
                 return HETERO_RULES[type(m)](m, x, given["edge_index_dict"], partial(self._make, m))
-        if isinstance(m, pyg.MessagePassing) and type(m) in _RULES:
+        # A rule does what the class does, not what a forward of this one object does.
+        is_of_class = "forward" not in vars(m)
+        if isinstance(m, pyg.MessagePassing) and type(m) in _RULES and is_of_class:
             found = self._lower(m, args, kwargs)
             if found is not None:
                 return found
@@ -469,6 +471,7 @@ def _choose_target(recording: fx.GraphModule, target: str) -> None:
 
 @lru_cache(1 << 8)
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the parameters of a function; ``inspect`` is slow, and layers of a class share one."""
     return inspect.signature(function)
 
 

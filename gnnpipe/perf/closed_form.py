@@ -193,9 +193,9 @@ class ClosedForm:
         """Return the time of the two all-reduces around the optimizer's step."""
         if ranks == 1:
             return 0.0
-        cluster = self.workload.cluster
+        cluster, profile = self.workload.cluster, self.workload.profile
         if cluster is None:
-            latency_s = (self.workload.profile.message or self.workload.profile.exchange).latency_s  # type: ignore[union-attr]
+            latency_s = (profile.message or profile.link("exchange")).latency_s
         else:
             links = [cluster.link, *cluster.pairs.values()]
             latency_s = max(link.latency_s for link in links)

@@ -1,8 +1,6 @@
 """Costs of a workload's ops as arrays over the ops, each computed once for all plans.
 
-All costs of an op are linear in the rows and edges of a chunk, so the costs of a stage are
-differences of prefix sums over the ops. Ops of one kind on the same types of vertices cost the
-same.
+Ops of one kind on the same types of vertices cost the same.
 """
 
 from __future__ import annotations
@@ -36,6 +34,17 @@ class StepCosts(NamedTuple):
     """The part of ``backward_s`` during which the gradients of halo rows arrive, that of edges."""
     forward_edges_s: Floats
     """The part of ``forward_s`` that is in proportion to the edges."""
+
+
+class _OneOp(NamedTuple):
+    """The times of one op, as the fields of ``StepCosts``, in the same order."""
+
+    forward_base_s: float
+    backward_base_s: float
+    forward_s: float
+    backward_s: float
+    pull_s: float
+    forward_edges_s: float
 
 
 class BeginCosts(NamedTuple):
@@ -153,7 +162,7 @@ class OpTable:
 
     def _step_costs(self, precomputed: Collection[str], recompute: bool) -> StepCosts:
         work, loss = self.workload, self.workload.loss_rows
-        found: dict[tuple[object, ...], tuple[float, ...]] = {}
+        found: dict[tuple[object, ...], _OneOp] = {}
         columns = []
         for op, kind in zip(self.ops, work.kinds, strict=True):
             key = kind, op.vertex_type, op.pushed_type, op.name in loss.ops, op.name in precomputed
@@ -164,8 +173,8 @@ class OpTable:
             columns.append(found[key])
         return StepCosts(*np.array(columns).T)
 
-    def _kind_costs(self, op: Op, times: OpTimes, is_precomputed: bool) -> tuple[float, ...]:
-        """Return a row of ``StepCosts``, for the whole graph in one chunk."""
+    def _kind_costs(self, op: Op, times: OpTimes, is_precomputed: bool) -> _OneOp:
+        """Return the times of the ops of a kind, for the whole graph in one chunk."""
         work, loss = self.workload, self.workload.loss_rows
         rows, edges_of = work.table_rows[op.vertex_type], 0
         if op.aggregates and not op.is_mean and not is_precomputed:
@@ -175,20 +184,25 @@ class OpTable:
         after_rows = loss.rows if op.name in loss.ops else edges_of if op.over_pairs else rows
         entries = work.feature_entries.get(op.vertex_type, 0) * op.reads_features
         before_entries, after_entries = entries * op.aggregates, entries * (not op.aggregates)
-        sums = []
+        base_s, size_s = [], []
         for before, after in (
             (times.forward_before, times.forward_after),
             (times.backward_before, times.backward_after),
         ):
-            base_s = after.base_s + before.base_s * op.aggregates
-            size_s = after.time_s(after_rows, edges_of, after_entries, 0)
+            base_s.append(after.base_s + before.base_s * op.aggregates)
+            one_s = after.time_s(after_rows, edges_of, after_entries, 0)
             if op.aggregates:
                 before_rows = work.table_rows[op.pushed_type]
-                size_s += before.time_s(before_rows, edges_of, before_entries, 0)
-            sums.append((base_s, size_s))
-        pull_s = times.backward_before.per_edge_s * edges_of * op.aggregates
-        product_s = times.forward_after.per_edge_s * edges_of
-        return sums[0][0], sums[1][0], sums[0][1], sums[1][1], pull_s, product_s
+                one_s += before.time_s(before_rows, edges_of, before_entries, 0)
+            size_s.append(one_s)
+        return _OneOp(
+            forward_base_s=base_s[0],
+            backward_base_s=base_s[1],
+            forward_s=size_s[0],
+            backward_s=size_s[1],
+            pull_s=times.backward_before.per_edge_s * edges_of * op.aggregates,
+            forward_edges_s=times.forward_after.per_edge_s * edges_of,
+        )
 
     def begin(self, has_chunks: bool) -> BeginCosts:
         """Return the times before the first action and after the last one; ``has_chunks``: K > 1.

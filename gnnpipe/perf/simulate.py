@@ -20,7 +20,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from gnnpipe.heap import collector_paused
+from gnnpipe.garbage_collector import collector_paused
 from gnnpipe.schedule import Direction
 
 

@@ -45,7 +45,8 @@ class StageMemory:
         ``in_flight``: chunks that it holds for backward. ``by_columns``: ops whose rows travel by
         columns.
         """
-        key: Key = ("alone", tuple(ops), shards)
+        columns = tuple(op for op in ops if op in by_columns)
+        key: Key = ("alone", tuple(ops), shards, columns)
         if key not in self._found:
             dag, stage = self._alone(ops, shards, by_columns)
             self._found[key] = self._estimate(dag, stage, 1 / shards)

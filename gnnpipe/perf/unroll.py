@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gnnpipe.heap import collector_paused
+from gnnpipe.garbage_collector import collector_paused
 from gnnpipe.perf.profiled_costs import ColumnMove, ProfiledCosts
 from gnnpipe.perf.simulate import EXCHANGES, SENDS, Task, TaskKind, Tasks
 from gnnpipe.schedule import Action, ActionKind, Direction, Program

@@ -34,7 +34,7 @@ class CommVolume:
         return sum(astuple(self))
 
     def with_steps(self, optimizer_steps: int) -> CommVolume:
-        """Return the bytes of an epoch with ``optimizer_steps`` sums of gradients in place of one."""
+        """Return the bytes of an epoch with ``optimizer_steps`` sums of gradients, not one."""
         return replace(self, gradient=self.gradient * optimizer_steps)
 
     def to_dict(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import product
 
 from gnnpipe.errors import InputError
-from gnnpipe.heap import collector_paused
+from gnnpipe.garbage_collector import collector_paused
 from gnnpipe.perf.closed_form import ClosedForm
 from gnnpipe.perf.group_times import Group
 from gnnpipe.perf.memory import human_bytes

@@ -34,7 +34,10 @@ time."""
 LEAVE_S = 1.0
 """Time from a second Ctrl-C to the end of a process whose main thread does not react."""
 
-INTERRUPTED = "interrupted: the run stops after this epoch, with a checkpoint; again: at once"
+INTERRUPTED = (
+    "interrupted: the run stops after this epoch (with --schedule async, at the next flush), with "
+    "a checkpoint; again: at once"
+)
 
 
 class _Presses:

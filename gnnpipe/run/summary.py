@@ -87,6 +87,8 @@ def head_lines(prepared: Prepared) -> list[str]:
         lines += dict.fromkeys(line for quality in cut for line in quality.lines())
     if plan.chunks > 1 and not prepared.program.is_exact:
         lines += _staleness_lines(prepared)
+    if plan.chunks == 1 and prepared.program.steps_by_chunk:
+        lines.append(f"schedule {plan.schedule}: one chunk is the full batch; try --chunks 32")
     return lines
 
 

@@ -233,8 +233,9 @@ def _check_in_flight(stage: int, forward: Times, backward: Times, program: Progr
             raise ProgramError(f"stage {stage}: {kind} actions are not in the order of the passes")
     if program.epochs > 1 and program.chunks < most:
         raise ProgramError(
-            f"stage {stage}: {most} chunks are in flight, and with {program.chunks} chunks one "
-            f"would be pushed anew before its backward; try --chunks {4 * most}, or fewer --stages"
+            f"--chunks {program.chunks}: stage {stage} works on {most} chunks at once, so that the "
+            f"next epoch would reach a chunk before its backward; try --chunks {4 * most}, or "
+            "fewer --stages"
         )
     return most
 

@@ -1,6 +1,7 @@
 """Queries about recorded calls: ops, weights, arguments."""
 
 import copy
+from types import MethodType
 
 import numpy as np
 import pytest
@@ -141,4 +142,19 @@ def test_sizes_are_arguments_of_functions_written_in_cpp():
     truth = plain_losses(model, graph, 3)
     run = quick_config(epochs=3, chunks=4, staleness="exact", require_capture=True)
     found = Trainer(run, graph=graph, model=model).fit()
+    np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)
+
+
+def doubled(conv, x, edge_index):
+    return 2 * type(conv).forward(conv, x, edge_index)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_forward_of_one_object_is_run_and_not_the_rule_of_its_class(chunks):
+    torch.manual_seed(0)
+    model, graph = Tied(), small_graph()
+    model.conv.forward = MethodType(doubled, model.conv)
+    truth = plain_losses(model, graph, 4)
+    config = quick_config(epochs=4, chunks=chunks, staleness="exact" if chunks > 1 else "auto")
+    found = Trainer(config, graph=graph, model=model).fit()
     np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)

@@ -129,3 +129,14 @@ def test_a_stage_that_sends_its_rows_twice_is_not_like_one_that_sends_them_once(
     twice, once = (memory.bytes_by_share(dag, i)[1.0] for i in (3, 4))
     # The rows that are sent are rounded copies, one for each stage that reads them.
     assert twice - once == HIDDEN * SHAPE.vertices * 4
+
+
+def test_a_stage_by_columns_is_not_like_one_by_halo():
+    """The memory of a stage alone is remembered, and depends on the ways of its rows."""
+    memory, _ = layer_by_layer(Stacked(4), 4)
+    ops = (0, 1, 2, 3)
+    columns = {op for op in ops if memory.workload.model.ops[op].aggregates}
+    by_halo, by_columns = (memory.alone_bytes(ops, 2, 4, ways) for ways in ((), columns))
+    assert by_halo != by_columns
+    again, _ = layer_by_layer(Stacked(4), 4)
+    assert again.alone_bytes(ops, 2, 4, columns) == by_columns

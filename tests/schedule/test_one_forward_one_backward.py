@@ -89,7 +89,7 @@ def test_programs_are_proved_for_any_stage_dag(dag, schedule, epochs, data):
     window = epochs * chunks if is_async else every
     expected = tuple(min(d + 1, window) for d in distances)
     if epochs > 1 and max(expected) > chunks:
-        with pytest.raises(ProgramError, match="chunks are in flight"):
+        with pytest.raises(ProgramError, match="chunks at once"):
             training_program(dag, buckets, epochs=epochs, steps_every=every)
         return
     program = training_program(dag, buckets, epochs=epochs, steps_every=every)

@@ -185,7 +185,7 @@ def test_settings_that_contradict_are_refused(text):
 
 
 def test_too_few_chunks_and_policies_that_do_not_fit_are_refused():
-    with pytest.raises(InputError, match="3 chunks are in flight, and with 2 chunks"):
+    with pytest.raises(InputError, match="--chunks 2: stage 0 works on 3 chunks at once"):
         prepared_of(stages=3, chunks=2)
     with pytest.raises(InputError, match="--weights 2bw: a stage makes up to 2 optimizer steps"):
         prepared_of(stages=3, chunks=6, weights="2bw")
