@@ -7,7 +7,7 @@ by ``schedule.check``. W_v are the weights after v steps; forward comes after v 
 | --------- | ---------------- | -------------- | ------------- |
 | latest    | W_v              | W_v+g          | 1             |
 | stash     | W_v              | W_v            | g + 1         |
-| 2bw       | W_v+g-1          | W_v+g-1        | 4             |
+| 2bw       | W_v+g-1          | W_v+g-1        | 3             |
 | predict   | W_v, g ahead     | W_v+g          | 2             |
 | xpipe     | W_v, g ahead     | W_v+g          | 3             |
 | spectrain | W_v, g + h ahead | W_v+g, h ahead | 2             |
@@ -50,7 +50,7 @@ class StageSteps:
 
     optimizer: Optimizer
     gaps: Sequence[int]
-    """By position, number of steps between forward and backward."""
+    """By position, number of steps between forward and backward, in the longest program."""
     rates: Rates | None = None
     """Learning rates of the coming steps; ``None``: those of the optimizer's groups now."""
     depth: int = 0
@@ -73,6 +73,10 @@ class Latest:
         """Number of steps since the last flush."""
         self._counters: tuple[int, ...] = ()
         """Autograd's counts of the changes of the weights, at the last pass."""
+
+    def begin(self, gaps: Sequence[int]) -> None:
+        """Begin a program; ``gaps``: by position, steps between forward and backward."""
+        self._gaps = gaps
 
     def for_forward(self, position: int) -> AbstractContextManager[None]:
         """Return the context of forward at a position of the program."""
@@ -187,7 +191,18 @@ class DoubleBuffered(Latest):
         return nullcontext() if self._gaps[position] else self._backward(position)
 
     def _backward(self, position: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._previous is None else self._holding(self._previous)
+        if self._previous is None or self._newest is None:
+            return nullcontext()
+        return self._exchanged(self._previous, self._newest)
+
+    @contextmanager
+    def _exchanged(self, previous: list[Tensor], newest: list[Tensor]) -> Iterator[None]:
+        """Context in which the parameters hold ``previous``; then ``newest``, the real ones."""
+        try:
+            self._fill(previous)
+            yield
+        finally:
+            self._fill(newest)
 
 
 class Predict(Latest):
@@ -275,5 +290,5 @@ def copies_held(policy: str, gap: int) -> int:
     gap of the stage.
     """
     has_gap = gap > 0
-    found = {"latest": 0, "stash": (gap + 2) * has_gap, "2bw": 3, "spectrain": 1}
+    found = {"latest": 0, "stash": (gap + 2) * has_gap, "2bw": 2, "spectrain": 1}
     return (found | {"predict": 1 * has_gap, "xpipe": 2 * has_gap})[policy]

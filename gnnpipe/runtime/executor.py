@@ -40,6 +40,9 @@ class WeightPolicy(Protocol):
     same bits as before.
     """
 
+    def begin(self, gaps: Sequence[int]) -> None:
+        """Begin a program; ``gaps``: by position, steps between forward and backward."""
+
     def for_forward(self, position: int) -> AbstractContextManager[None]:
         """Return the context of forward at a position of the program."""
 
@@ -194,6 +197,8 @@ class Executor:
     def _pass(self, running: _Running, epoch: int) -> None:
         """Execute the actions of a program that has begun."""
         self._running, self._results = running, {}
+        if running.policy is not None:
+            running.policy.begin(running.program.version_gaps[self.mesh.stage])
         try:
             with self._weight_hooks.held_back():
                 self._walk(running.program.stages[self.mesh.stage], epoch)

@@ -130,7 +130,9 @@ class Prepared:
     @property
     def exact_epochs(self) -> int:
         """Number of exact epochs at the start of a run whose usual epochs have stale reads."""
-        return 0 if self.program.is_exact else max(self.staleness.exact_epochs, self.refill_epochs)
+        if self.program.is_exact or self.program.steps_by_chunk:
+            return 0  # by chunk, tables that a checkpoint did not store fill as in a new run
+        return max(self.staleness.exact_epochs, self.refill_epochs)
 
     def program_of(self, epoch: int) -> CheckedProgram:
         """Return the program of an epoch (from 0), unless gradients jumped (``ExactEpochs``)."""

@@ -116,3 +116,13 @@ def test_bytes_equal_the_closed_form_with_a_sum_of_gradients_for_each_step(setti
     run_ranks(trained, 4, str(out), {**RUN, "shards": 2} | settings)
     result = json.loads((out / "result.json").read_text())
     assert result["comm_bytes_per_epoch"] == result["comm_bytes_closed_form"]
+
+
+def test_a_run_of_one_chunk_without_tables_goes_on_in_chunks(tmp_path):
+    """No further epoch is exact: the tables fill as in a new run, and every epoch has its steps."""
+    out = str(tmp_path / "run")
+    trained(out, {"chunks": 1, "epochs": 2, "checkpoint_every": 2})
+    more = {"chunks": 4, "schedule": "async", "epochs": 6}
+    result = Trainer(resumed_config(out, more), small_graph(), resume=out).fit()
+    assert len(result.history) == len(table(out)) == 6
+    assert result.exact_epochs == 2  # those of one chunk

@@ -1,5 +1,6 @@
 """Asynchronous runs against ``async_reference``: weight decay, clipping, a DAG with dropout."""
 
+import math
 from functools import cache
 
 import pytest
@@ -216,6 +217,7 @@ def difference(stages, policy, optimizer="Adam", every=1, dag=False, shards=1, *
         schedule="async",
         steps_every=every,
         weights=policy,
+        lr_schedule="cosine",
         eval_every=SPANS[0],
         epochs=sum(SPANS),
         optimizer="SGD" if optimizer == "momentum" else optimizer,
@@ -230,14 +232,15 @@ def difference(stages, policy, optimizer="Adam", every=1, dag=False, shards=1, *
     reference, train_span = reference_of(prepared, made, depths, policy, optimizer, every)
     if config.clip_norm:
         reference.before_step = lambda k: clip(reference.stages[k].weights, config.clip_norm)
-    reference.rate = lambda step: learning_rate(config, step * every // CHUNKS)
-    rates = LearningRate(runtime.executor.optimizer, config)
+    steps = CHUNKS // every
+    reference.rate = lambda step: learning_rate(config, step // steps) / math.sqrt(steps)
+    rates = LearningRate(runtime.executor.optimizer, config, steps=steps)
     found, epoch = [], 0
     for span in SPANS:
         program = prepared.program_over(span)
         order = [c for e in range(epoch, epoch + span) for c in prepared.chunk_order(e)]
         if runtime.rates is not None:
-            runtime.rates.begin(rates.coming(span), CHUNKS // every)
+            runtime.rates.begin(rates.coming(span), steps)
         losses = train_epochs(runtime, mesh, program, order, epoch, lambda: rates.step(None))
         rates.step(None)
         expected = train_span(epoch, span)

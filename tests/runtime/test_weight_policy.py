@@ -18,6 +18,9 @@ class Doubled:
     def __init__(self, parameters):
         self.parameters, self.seen = list(parameters), []
 
+    def begin(self, gaps):
+        self.seen.append(list(gaps))
+
     @contextmanager
     def for_forward(self, position):
         self.seen.append(f"F{position}")
@@ -68,6 +71,6 @@ def test_forward_computes_with_the_weights_of_the_policy(chunks):
     loss, seen, is_same = trained(chunks, doubles_forward=True)
     assert is_same
     passes = [f"{way}{p}" for p in range(chunks) for way in "FB"]
-    assert seen == [*passes, "step", "flush"]
+    assert seen == [[0] * chunks, *passes, "step", "flush"]
     assert loss == pytest.approx(trained(chunks, doubles_weights=True)[0], rel=1e-12)
     assert loss != pytest.approx(trained(chunks)[0], rel=1e-3)
