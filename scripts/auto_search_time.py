@@ -92,8 +92,7 @@ def main() -> None:
         "This page shows how long the search of a plan takes, in seconds of processor.",
         "",
         f"Written by `python scripts/auto_search_time.py` on {time.strftime('%d %B %Y')}, commit "
-        f"{commit}, {platform.processor() or platform.machine()}, one thread; other processes ran "
-        "beside it, which makes a second of processor do less.",
+        f"{commit}, {platform.processor() or platform.machine()}, one thread.",
         "",
         "| model | devices | plan (S x G x K) | candidates | description, s | search, s "
         "| total, s |",
