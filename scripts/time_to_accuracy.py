@@ -270,7 +270,6 @@ def measure(cell: Cell, todo: list[tuple[str, Setting]], data: Path) -> None:
                 row["reached"] = _reached(row, target)
                 with data.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
-                print(_line(row), flush=True)
     world.leave()
 
 
@@ -365,7 +364,10 @@ def run(given: argparse.Namespace) -> None:
             continue
         words = ["measure", "--cell", json.dumps(vars(cell)), "--todo", json.dumps(todo)]
         command = [given.python, str(Path(__file__).resolve()), *words, "--data", str(given.data)]
-        if not _finished(cell, command, end_s):
+        is_finished = _finished(cell, command, end_s)
+        for row in read_rows(given.data)[len(rows) :]:
+            print(_line(row), flush=True)
+        if not is_finished:
             print(f"{given.minutes:g} minutes are over; the next run goes on here", flush=True)
             return
 
