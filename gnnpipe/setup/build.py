@@ -23,7 +23,7 @@ from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.stale_rows import choose_drift_rows
 from gnnpipe.models import Aggregation, Rows
 from gnnpipe.models.sparse_input_linear import FeatureTable
-from gnnpipe.ops.hashed_dropout import KeptMasks, row_keys
+from gnnpipe.ops.hashed_dropout import ChunkMasks, KeptMasks, MaskSource, row_keys
 from gnnpipe.ops.spmm import Kernel, default_kernel, kernel_named, time_kernels
 from gnnpipe.optim.optimizers import make_optimizer
 from gnnpipe.optim.predicted_step import StepRates, check_predictable
@@ -342,10 +342,10 @@ class _RankBuilder:
             table = FeatureTable(x, prepared.dtype, device, num_labels)
             if table.label_columns is not None:
                 self._add_label_table(table.label_columns, own, keys)
-        # Stored masks take a byte per number of all rows; masks made for a chunk alone are equal.
-        is_stored = pointer is not None and not prepared.recomputes(self._mesh.stage)
-        is_stored = is_stored and not prepared.program.steps_by_chunk
-        masks = KeptMasks(keys) if is_stored else None
+        masks: MaskSource | None = None
+        if pointer is not None and not prepared.recomputes(self._mesh.stage):
+            # Stored masks take a byte per number of all rows; those of a chunk alone are equal.
+            masks = ChunkMasks(keys) if prepared.program.steps_by_chunk else KeptMasks(keys)
         ends = [0, len(own)] if pointer is None else pointer.tolist()
         return [
             Rows(
