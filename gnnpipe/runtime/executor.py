@@ -333,7 +333,8 @@ class Executor:
                 grads = self._take(Direction.BACKWARD, self._widths_out, action.position)
                 self.stage.seed(chunk, grads)
             else:
-                self.stage.seed_loss(chunk, self._now.program.loss_scale)
+                passes = self._now.program.step_passes(action.position)
+                self.stage.seed_loss(chunk, [self._now.order[p] for p in passes])
         policy = self._now.policy
         with nullcontext() if policy is None else policy.for_backward(action.position):
             grads = self.stage.backward(chunk, range(*action.steps), self._next_chunk(action))

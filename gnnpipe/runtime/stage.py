@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,9 +25,16 @@ from gnnpipe.runtime.history.base import History
 from gnnpipe.runtime.history.block import BlockHistory
 from gnnpipe.runtime.history.mean import MeanHistory
 
-Criterion = Callable[[Tensor, int, int], Tensor]
-"""Maps the logits [C or R, classes] of a chunk, its number and that of the epoch to its part of the
-loss, a scalar."""
+
+class Criterion(Protocol):
+    """The loss, which is a sum over chunks."""
+
+    def __call__(self, logits: Tensor, chunk: int, epoch: int) -> Tensor:
+        """Return the chunk's part of the loss, a scalar, for its logits [C or R, classes]."""
+
+    def step_scale(self, chunks: Sequence[int]) -> float:
+        """Return the factor that makes the sum of these chunks' parts a mean of their own."""
+
 
 Edges = dict[str, GradientEdge | None]
 """Start of backward by name; ``None`` if the value depends on no weight and no leaf. Unlike a value
@@ -312,9 +320,13 @@ class Stage:
         state = self._chunks[chunk]
         state.values, state.grads = {}, grads
 
-    def seed_loss(self, chunk: int, scale: float = 1.0) -> None:
-        """Start backward at ``scale`` times the loss, on the last stage."""
-        loss = self._chunks[chunk].values["loss"]
+    def seed_loss(self, chunk: int, together: Sequence[int]) -> None:
+        """Start backward at the loss, on the last stage.
+
+        ``together``: the chunks of the optimizer step, whose gradient is that of their mean loss.
+        """
+        assert self.criterion is not None
+        loss, scale = self._chunks[chunk].values["loss"], self.criterion.step_scale(together)
         self.seed(chunk, {"loss": torch.full_like(loss, scale)})
 
     def backward(self, chunk: int, steps: range, following: int | None = None) -> Values:

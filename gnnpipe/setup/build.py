@@ -49,7 +49,7 @@ from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.memory_estimate import check_memory
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.setup.structures import Structure, StructureBuilder, StructureKey
-from gnnpipe.tasks.loss import Loss, Targets, TrainedLabels, known_labels, num_targets, takes
+from gnnpipe.tasks.loss import Loss, Targets, TrainedLabels, known_labels, takes, targets_by_chunk
 
 Numbers = npt.NDArray[np.int64]
 
@@ -146,7 +146,7 @@ class _RankBuilder:
         criterion = Loss(
             targets,
             prepared.loss_fn,
-            num_targets(prepared.graph),
+            targets_by_chunk(prepared.graph, prepared.chunking.chunk_of_row()),
             None if loss_rows is None else loss_rows.places,
             self._vertices_of_loss(),
             self._trained_labels() if self._is_last and config.label_inputs else None,
