@@ -191,28 +191,30 @@ def draw(rows: list[Row], model: str) -> str:
 
 METHOD = """\
 One thread a process; 2 ranks are network namespaces of this machine. Models: 4 layers of 64, \
-dropout 0.5, Adam. Graphs: splits of ../shared/data (pubmed 10/20/70; squirrel symmetrised). \
-**Target**: the best validation accuracy of PyG's tuned full batch with the same seed, less 0.5 \
-points. A time is the training time until the first evaluation at the target; the clock stops in \
-evaluations, which are exact on the whole graph for all. Full batch and async are evaluated \
-after every epoch (async on 2 ranks after every second, since an evaluation drains its \
-pipeline), samplers as soon as training took twice the time of an evaluation. Bytes: counted by \
-gnnpipe; of the samplers' gradients by the closed form of a ring.
+dropout 0.5, Adam. Splits, drawn with the seed: 10/20/70 of pubmed, amazon_photo and \
+coauthor_cs, 60/20/20 of squirrel (symmetrised) and debian_deps. **Target**: the best validation \
+accuracy of PyG's tuned full batch with the same seed, less 0.5 points. A time is the training \
+time until the first evaluation at the target; the clock stops in evaluations, which are exact \
+on the whole graph for all. Full batch and async are evaluated after every epoch (async on 2 \
+ranks after every second, since an evaluation drains its pipeline), samplers as soon as training \
+took twice the time of an evaluation. Bytes: counted by gnnpipe; of the samplers' gradients by \
+the closed form of a ring.
 
-**Contenders.** *Full batch, tuned*: the learning rate and schedule in the table of settings; \
-*default*: Adam, 0.01, constant. *Async*: `--schedule async --chunks 32` with defaults (a step a \
-chunk, cosine), for 50 or 25 epochs. Peers have torch CSR products with kept transposed \
-matrices, sparse features where the graph has them, METIS's order of the vertices, fused Adam \
-and gnnpipe's heap, which is faster than PyG's convolutions on an `edge_index` ([an epoch on one \
-device](single_speed.md)). *NeighborLoader*: PyG's, with torch_sparse's sampler (pyg_lib cannot \
-be had for this torch) and on one process a worker that draws batches on the second core; each \
-layer computes only the rows that the next one reads, and GCN's sampled edges are weighted so \
-that the sum is unbiased. *ClusterLoader*: PyG's, on METIS parts. On 2 ranks the samplers hold \
-the whole graph on each rank, divide the training vertices or the parts, and average gradients \
-after each batch. A contender with several settings is counted by its fastest one; a setting was \
-ended when another one had been faster. "not in t s (a)": ended after t seconds at validation \
-accuracy a. / async: how many times longer; > where the other one did not get there; of full \
-batch the fastest of PyG and gnnpipe on one process and of graph parallelism."""
+**Contenders.** *Full batch, tuned*: of the rates and schedules tried by \
+`scripts/chunk_accuracy.py`, those that are the first at the target; *default*: Adam, 0.01, \
+constant. *Async*: `--schedule async --chunks 32` with defaults (a step a chunk, cosine), for 50 \
+or 25 epochs. Peers have torch CSR products with kept transposed matrices, sparse features where \
+the graph has them, METIS's order of the vertices, fused Adam and gnnpipe's heap, which is \
+faster than PyG's convolutions on an `edge_index` ([an epoch on one device](single_speed.md)). \
+*NeighborLoader*: PyG's, with torch_sparse's sampler (pyg_lib cannot be had for this torch) and \
+on one process a worker that draws batches on the second core; each layer computes only the rows \
+that the next one reads, and GCN's sampled edges are weighted so that the sum is unbiased. \
+*ClusterLoader*: PyG's, on METIS parts. On 2 ranks the samplers hold the whole graph on each \
+rank, divide the training vertices or the parts, and average gradients after each batch. A \
+contender with several settings is counted by its fastest one; a setting was ended when another \
+one had been faster. "not in t s (a)": ended after t seconds at validation accuracy a. / async: \
+how many times longer; > where the other one did not get there; of full batch the fastest of PyG \
+and gnnpipe on one process and of graph parallelism."""
 
 
 def write_page(rows: list[Row]) -> None:

@@ -200,6 +200,20 @@ def test_the_most_telling_cells_come_first():
     assert first[0] == "full batch, tuned"
 
 
+def test_the_tuned_rate_is_the_first_at_the_best_accuracy_of_its_grid():
+    def tried(lr, val, **more):
+        made = {"graph": "pubmed", "model": "gcn", "kind": "full", "seed": 0, "error": ""}
+        made |= {"lr": lr, "schedule": "cosine", "epoch": [10, 20, 30], "val": val}
+        return made | more
+
+    rows = [tried(0.01, [0.5, 0.894, 0.9]), tried(0.003, [0.7, 0.896, 0.896])]
+    rows += [tried(0.03, [0.894, 0.894, 0.894]), tried(1.0, [1.0], epoch=[10], kind="predict")]
+    rows += [tried(2.0, [], epoch=[], error="loss is nan"), tried(3.0, [1.0], epoch=[1], seed=1)]
+    assert script.tuned_rate(rows, "pubmed", "gcn") == {"lr": 0.003, "schedule": "cosine"}
+    assert script.tuned_rate(rows[:1], "pubmed", "gcn")["lr"] == 0.01
+    assert script.tuned_rate(rows, "squirrel", "gcn") == script.TUNED_LR
+
+
 def test_what_ran_is_not_run_again_unless_it_failed():
     every = script.contenders(CELL, [])
     made = [row(name, setting=setting) for name, setting in every[:3]]

@@ -158,7 +158,7 @@ class _RankBuilder:
             self._make_rows(own, pointers, self._reads_features()),
             lambda a, is_training: self._open_history(a, specs, operators, is_training),
             criterion if self._is_last else None,
-            prepared.recomputes(mesh.stage),
+            prepared.recompute_every(mesh.stage),
             precomputed,
             loss_rows,
         )
