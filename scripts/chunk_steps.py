@@ -20,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -201,15 +202,19 @@ def run(cells: list[tuple[str, str, int]], minutes: float, data: Path, graphs: P
         words += [f"--nproc-per-node={cell[2]}", str(Path(__file__)), "rank"]
         words += ["--cell", json.dumps(cell), "--turns", str(missing), "--data", str(data)]
         words += ["--graphs", str(graphs)]
-        ranks = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        try:
-            if ranks.wait(left_s):
-                raise SystemExit(f"{cell}: the ranks ended with code {ranks.returncode}")
-        except subprocess.TimeoutExpired:
-            ranks.terminate()  # torchrun then ends its ranks
-            ranks.wait(60)
-            print(f"{cell}: the time is over; run again for the rest")
-            return
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with tempfile.TemporaryFile("w+") as errors:
+            ranks = subprocess.Popen(words, env=env, stderr=errors)
+            try:
+                code = ranks.wait(left_s)
+            except subprocess.TimeoutExpired:
+                ranks.terminate()  # torchrun then ends its ranks
+                ranks.wait(60)
+                print(f"{cell}: the time is over; run again for the rest")
+                return
+            if code:
+                errors.seek(0)
+                raise SystemExit(f"{cell}: the ranks ended with {code}\n{errors.read()[-2000:]}")
 
 
 def simulated_lines() -> list[str]:
