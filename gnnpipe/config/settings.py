@@ -63,6 +63,9 @@ PRESETS = {
 BY_CHUNK = ("1f1b", "async")
 """Schedules in which gradients stay in their chunk; no technique for stale rows applies."""
 
+BY_CHUNK_SETTINGS = ("schedule", "steps_every", "passes_ahead", "weights")
+"""Settings of these schedules."""
+
 OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 """Names in ``torch.optim``."""
 
@@ -261,6 +264,14 @@ class Settings:
         None,
         "chunks per optimizer step with --schedule 1f1b or async; must divide --chunks (default: 1 "
         "with async, all chunks with 1f1b)",
+        low=1,
+    )
+    passes_ahead: int = _shape(
+        1,
+        "forward passes by which a stage is ahead of the next one, with --schedule 1f1b or async; "
+        "with n, messages between stages that take up to (n - 1) / 2 of a chunk's forward and "
+        "backward on a stage cause no waiting, n times as many chunks are in flight, and with async"
+        " come n times as many optimizer steps between forward and backward",
         low=1,
     )
     row_way: str = _shape(

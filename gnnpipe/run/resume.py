@@ -18,6 +18,7 @@ from gnnpipe.checkpoint.reader import StoredCheckpoint
 from gnnpipe.checkpoint.retention import has_unfinished, newest_whole
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
+from gnnpipe.config.settings import BY_CHUNK_SETTINGS
 from gnnpipe.errors import InputError
 from gnnpipe.files import like_run_in, read_text
 from gnnpipe.perf import CommVolume
@@ -133,7 +134,7 @@ def resumed_config(run: str | Path, changes: Mapping[str, Any] | None = None) ->
         values["plan"] = str(own_plan) if own_plan.exists() else values["plan"]
     if changes.get("plan", "uniform") != "uniform":
         # The shape of the run so far; the new plan has one of its own.
-        for name in ("stages", "shards", "chunks", "row_way", "schedule", "steps_every", "weights"):
+        for name in ("stages", "shards", "chunks", "row_way", *BY_CHUNK_SETTINGS):
             values.pop(name, None)
     if changes.get("plan") == "auto":
         values.pop("profile", None)  # speeds are measured anew

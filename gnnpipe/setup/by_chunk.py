@@ -32,10 +32,16 @@ def program_by_chunk(
 
     ``InputError`` if a setting does not fit its version gaps.
     """
-    plan, every = dag.plan, config.steps_every
+    plan = dag.plan
     spans = SCHEDULES[plan.schedule].spans_epochs
     epochs = epochs_to_flush(config, plan.chunks, 0, MOST_EPOCHS) if spans else 1
-    found = training_program(dag, buckets, epochs=epochs, steps_every=every)
+    found = training_program(
+        dag,
+        buckets,
+        epochs=epochs,
+        steps_every=config.steps_every,
+        passes_ahead=config.passes_ahead,
+    )
     if config.weights == "2bw" and found.largest_gap > 1:
         raise InputError(
             f"--weights 2bw: a stage makes up to {found.largest_gap} optimizer steps between "
