@@ -231,6 +231,11 @@ class Settings:
     patience: int = _evaluation(
         0, "stop after this many epochs without a better validation metric (0: never)", low=0
     )
+    target_metric: float | None = _evaluation(
+        None,
+        "stop after the first evaluation whose validation metric is at least this (mae and rmse: "
+        "at most)",
+    )
     keep_weights: str | None = _evaluation(
         None,
         "weights to keep at the end: of the last epoch, or of the best epoch by the validation "
