@@ -234,7 +234,7 @@ class Settings:
     target_metric: float | None = _evaluation(
         None,
         "stop after the first evaluation whose validation metric is at least this (mae and rmse: "
-        "at most)",
+        "at most); --plan auto then plans for the time until it, and may choose the schedule async",
     )
     keep_weights: str | None = _evaluation(
         None,
@@ -411,6 +411,11 @@ class Settings:
     def loggers(self) -> tuple[str, ...]:
         """The names in ``log``."""
         return tuple(self.log.split(",")) if self.log else ()
+
+    @property
+    def plans_for_target(self) -> bool:
+        """Whether a plan is searched for the least time to a validation metric."""
+        return self.plan == "auto" and self.target_metric is not None
 
     @property
     def steps_per_epoch(self) -> int:

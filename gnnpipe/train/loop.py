@@ -34,6 +34,7 @@ from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.inputs import check_rate_lasts, why_not_validated
 from gnnpipe.setup.prepared import Prepared, epochs_to_flush
 from gnnpipe.tasks.loss import ERRORS
+from gnnpipe.tasks.scoring import Scores
 from gnnpipe.train.diagnose import check_same_weights, find_fault
 from gnnpipe.train.evaluate import evaluate, train_epochs
 
@@ -224,16 +225,20 @@ class Loop:
             of_scores = (scores, eval_time_s) if at_flush else (None, 0.0)
             self._add(EpochRow(number + 1, loss, of_scores[0], time_s, of_scores[1], rate, one))
         self._learning_rate.step(_val_metric(self.rows[-1]))
-        has_no_patience = scores is not None and self.best.see(self.rows[-1].epoch, scores)
-        reason = ""
-        if target_is_reached(config, scores):
-            reason = f"has reached --target-metric {config.target_metric:g}"
+        return self._ends_early(scores) and not last
+
+    def _ends_early(self, scores: Scores | None) -> bool:
+        """Returns whether the evaluation of the last epoch, if there was one, ends the run."""
+        row, reason = self.rows[-1], ""
+        has_no_patience = scores is not None and self.best.see(row.epoch, scores)
+        if target_is_reached(self.config, scores):
+            reason = f"has reached --target-metric {self.config.target_metric:g}"
         elif has_no_patience:
             reason = f"has not become better since epoch {self.best.epoch}"
-        if reason and not last:
+        if reason and row.epoch < self.last_epoch:
             what = f"validation {self.prepared.metric} {reason}"
-            self.progress.say(f"stopped after epoch {self.rows[-1].epoch}: {what}")
-        return bool(reason) and not last
+            self.progress.say(f"stopped after epoch {row.epoch}: {what}")
+        return bool(reason)
 
     def _add(self, row: EpochRow) -> None:
         """Adds and writes the row of an epoch that has ended, and calls the callbacks."""
