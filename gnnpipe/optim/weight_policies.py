@@ -126,8 +126,8 @@ class Latest:
 
     def _fill(self, weights: Sequence[Tensor]) -> None:
         """Copy ``weights`` into the memory of the parameters, unseen by autograd."""
-        for own, weight in zip(self._weights, weights, strict=True):
-            own.data.copy_(weight)
+        if self._weights:
+            torch._foreach_copy_([own.data for own in self._weights], list(weights))
 
 
 class Stash(Latest):
