@@ -234,6 +234,11 @@ class Settings:
     patience: int = _evaluation(
         0, "stop after this many epochs without a better validation metric (0: never)", low=0
     )
+    target_metric: float | None = _evaluation(
+        None,
+        "stop after the first evaluation whose validation metric is at least this (mae and rmse: "
+        "at most); --plan auto then plans for the time until it, and may choose the schedule async",
+    )
     keep_weights: str | None = _evaluation(
         None,
         "weights to keep at the end: of the last epoch, or of the best epoch by the validation "
@@ -424,6 +429,11 @@ class Settings:
     def loggers(self) -> tuple[str, ...]:
         """The names in ``log``."""
         return tuple(self.log.split(",")) if self.log else ()
+
+    @property
+    def plans_for_target(self) -> bool:
+        """Whether a plan is searched for the least time to a validation metric."""
+        return self.plan == "auto" and self.target_metric is not None
 
     @property
     def steps_per_epoch(self) -> int:

@@ -116,6 +116,7 @@ def _check_epochs(config: Settings) -> None:
         f"--patience {config.patience}": config.patience,
         f"--lr-patience {config.lr_patience}": config.lr_patience if is_plateau else 0,
         "--keep-weights best": math.inf if config.keep_weights == "best" else 0,
+        f"--target-metric {config.target_metric}": math.inf if config.target_metric else 0,
     }
     for text, epochs in epochs_of.items():
         if epochs and not config.eval_every:

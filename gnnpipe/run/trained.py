@@ -167,6 +167,7 @@ def _config(own: TrainConfig, num_ranks: int, changes: Mapping[str, Any]) -> Tra
         "on_nan": "stop",
         "predict": False,
         "patience": 0,
+        "target_metric": None,
         "keep_weights": "last",
         "lr_schedule": "constant",
         **{name: getattr(TrainConfig, name) for name in BY_CHUNK_SETTINGS},

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from gnnpipe.config import TrainConfig
+from gnnpipe.config.validation import check_schedule, check_staleness
 from gnnpipe.errors import InputError
 from gnnpipe.models import Model
+from gnnpipe.optim.optimizers import OptimizerChoice
+from gnnpipe.optim.predicted_step import check_predictable
 from gnnpipe.plan import Plan, StageDag
+from gnnpipe.planner.candidate import MAX_CHUNKS
 from gnnpipe.schedule import SCHEDULES, CheckedProgram, training_program
 from gnnpipe.setup.inputs import edges_are_random
 from gnnpipe.setup.prepared import MOST_EPOCHS, epochs_to_flush
@@ -23,6 +29,26 @@ def check_edges(plan: Plan, model: Model) -> None:
             f"--schedule {plan.schedule}: the model draws other edges in every epoch, and chunks "
             "of two epochs are in flight; try --schedule 1f1b"
         )
+
+
+def why_not_async(config: TrainConfig, model: Model, optimizer: OptimizerChoice | None) -> str:
+    """Returns why a search may not choose the schedule async; '' if it may.
+
+    A search has the default ``--weights``. What a function ``optimizer`` returns is not known yet.
+    """
+    if edges_are_random(model):
+        return "the model draws other edges in every epoch"
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if optimizer is None:
+        kind = getattr(torch.optim, config.optimizer)
+    try:
+        check_staleness(config, MAX_CHUNKS, "async")
+        check_schedule(config, MAX_CHUNKS, "async")
+        if issubclass(kind, torch.optim.Optimizer):
+            check_predictable(kind, f"--weights {config.weights}")
+    except InputError as error:
+        return str(error)
+    return "--recompute: backward would have other weights" if config.recompute else ""
 
 
 def program_by_chunk(
