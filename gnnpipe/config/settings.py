@@ -290,6 +290,13 @@ class Settings:
         "the backward pass; less memory and identical results for one more forward pass of the "
         "dense work. With --schedule async on several stages only with --weights stash or 2bw",
     )
+    recompute_every: int = _shape(
+        1,
+        "with --recompute: how many layers (steps of a stage) to recompute together from the input "
+        "of the first, so that the inputs of the others are not stored either; for models of "
+        "hundreds of layers, see docs/how-to/reduce-memory.md",
+        low=1,
+    )
 
     staleness: str = _staleness(
         "auto",

@@ -26,6 +26,7 @@ def parse_split(split: str) -> tuple[float, float, float] | None:
 def check_combinations(config: Settings) -> None:
     """Raise ``InputError`` for the first pair of settings that contradict each other."""
     _check_model(config)
+    _check_recomputation(config)
     _check_epochs(config)
     _check_checkpoints(config)
     check_staleness(config, config.chunks, config.schedule)
@@ -92,6 +93,14 @@ def _check_model(config: Settings) -> None:
         raise InputError(
             f"--kernel {config.kernel}: not used by gat, which computes attention without a "
             "sparse-dense product; leave it out, or try another --model"
+        )
+
+
+def _check_recomputation(config: Settings) -> None:
+    if config.recompute_every > 1 and not config.recompute:
+        raise InputError(
+            f"--recompute-every {config.recompute_every}: has no effect without --recompute; give "
+            "both, or leave it out"
         )
 
 

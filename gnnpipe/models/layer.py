@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import LINEAR_KINDS
 from gnnpipe.models.sparse_input_linear import FeatureLinear, FeatureRows
-from gnnpipe.ops.hashed_dropout import KeptMasks, Mask, keyed_dropout, keyed_mask
+from gnnpipe.ops.hashed_dropout import Mask, MaskSource, keyed_dropout, keyed_mask
 from gnnpipe.ops.norm_relu import NormReluOptions
 from gnnpipe.ops.output_buffer import OutputBuffer
 from gnnpipe.registry import Registry
@@ -52,8 +52,8 @@ class Rows:
     """[C] int64, number of each vertex in the graph as it was read."""
     block: Block | None = None
     """Edges into these rows, for layers whose aggregation is not a product with a fixed matrix."""
-    masks: KeptMasks | None = None
-    """Dropout masks of all rows of the shard; these rows begin at ``start``."""
+    masks: MaskSource | None = None
+    """Dropout masks of the rows of the shard; these rows begin at ``start``."""
     start: int = 0
     output_buffer: OutputBuffer | None = None
     """Rows of the next history table, in which pushed rows can be computed (``PushMaker``)."""

@@ -13,7 +13,7 @@ import functools
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -120,8 +120,9 @@ def _fill(
         of_sites = torch.tensor(epoch_keys, dtype=torch.int32).to(keys.device)
         fill(keys, of_sites, masks, least, per_hash)
         return
-    for key, mask in zip(epoch_keys, masks, strict=True):
-        _fill_by_torch(_mix(keys ^ key), mask, per_hash, least)
+    of_sites = torch.tensor(epoch_keys, dtype=torch.int32, device=keys.device)
+    rows = _mix(keys[None, :] ^ of_sites[:, None])
+    _fill_by_torch(rows.flatten(), masks.flatten(0, 1), per_hash, least)
 
 
 def _fill_by_torch(rows: Tensor, mask: Tensor, per_hash: int, least: int) -> None:
@@ -140,6 +141,25 @@ def _fill_by_torch(rows: Tensor, mask: Tensor, per_hash: int, least: int) -> Non
         torch.bitwise_xor(some, columns[None, :], out=state)
         drawn = _mix(state, shifted).view(numbers)
         torch.ge(drawn, least, out=mask[start : start + step])
+
+
+class MaskSource(Protocol):
+    """Makes the masks of a shard's rows for many sites at once."""
+
+    def begin(self, seed: int, epoch: int) -> None:
+        """Begin a pass over all chunks."""
+
+    def rows(
+        self,
+        start: int,
+        count: int,
+        width: int,
+        probability: float,
+        seed: int,
+        epoch: int,
+        site: int,
+    ) -> tuple[Tensor, float]:
+        """Return the mask [count, width] int8 of rows from ``start`` on, and the share kept."""
 
 
 class KeptMasks:
@@ -208,6 +228,63 @@ class KeptMasks:
             self._stacks[width, probability] = self._keys.new_empty(size, dtype=torch.int8)
 
 
+class ChunkMasks:
+    """Masks of one chunk after another, for programs that hold the rows of a few chunks only.
+
+    At its first dropout a chunk gets the masks of all sites that the chunks before it used: with
+    small chunks the calls cost more than the hash. Autograd keeps the masks until backward.
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        """``keys`` [n] from ``row_keys``."""
+        self._keys = keys
+        self._sites: dict[tuple[int, float], dict[int, None]] = {}
+        """Sites that were used, by width and probability, in order."""
+        self._drawn: tuple[int, int, int, int] | None = None
+        """Rows, seed and epoch of the masks that are there."""
+        self._made: dict[tuple[int, int, float], Tensor] = {}
+        """By site, width and probability: mask [C, width] of the drawn rows."""
+
+    def begin(self, seed: int, epoch: int) -> None:
+        """Begin a pass over all chunks; masks are made chunk by chunk."""
+
+    def rows(
+        self,
+        start: int,
+        count: int,
+        width: int,
+        probability: float,
+        seed: int,
+        epoch: int,
+        site: int,
+    ) -> tuple[Tensor, float]:
+        """Return the mask [count, width] int8 of rows from ``start`` on, and the share kept."""
+        rows, kind = (start, count, seed, epoch), (site, width, probability)
+        self._sites.setdefault((width, probability), {})[site] = None
+        if self._drawn != rows:
+            self._made.clear()
+            self._drawn = rows
+            for shape in self._sites:
+                self._draw(shape, list(self._sites[shape]))
+        elif kind not in self._made:
+            self._draw((width, probability), [site])
+        return self._made[kind], _levels(probability)[2]
+
+    def _draw(self, shape: tuple[int, float], sites: Sequence[int]) -> None:
+        """Make the masks of ``sites``, of one width and probability, for the drawn rows."""
+        assert self._drawn is not None
+        start, count, seed, epoch = self._drawn
+        width, probability = shape
+        per_hash, least, _ = _levels(probability)
+        keys = [_scalar_key(seed, epoch, site) for site in sites]
+        masks = self._keys.new_empty(
+            len(sites), count, -(-width // per_hash) * per_hash, dtype=torch.int8
+        )
+        _fill(self._keys[start : start + count], keys, masks, per_hash, least)
+        for site, mask in zip(sites, masks, strict=True):
+            self._made[site, width, probability] = mask[:, :width]
+
+
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Mask) -> Tensor:
@@ -229,7 +306,7 @@ def keyed_mask(
     seed: int,
     epoch: int,
     site: int,
-    masks: KeptMasks | None = None,
+    masks: MaskSource | None = None,
     start: int = 0,
 ) -> Mask | None:
     """Return the mask of a dropout; ``None`` if nothing is dropped.
@@ -241,7 +318,7 @@ def keyed_mask(
         seed: Of the run.
         epoch: Number of the epoch.
         site: Number of the dropout, unique in the model.
-        masks: Masks of all rows of the shard; the rows are those from ``start`` on.
+        masks: Masks of the rows of the shard; the rows are those from ``start`` on.
         start: First row in ``masks``.
     """
     if probability == 0.0 or not len(keys) * width:

@@ -128,8 +128,8 @@ class Latest:
     def _copies(self) -> list[Tensor]:
         """Return copies of the weights, in spare memory if there is some."""
         copies = self._spare.pop() if self._spare else self._made()
-        for copy, weight in zip(copies, self._weights, strict=True):
-            copy.copy_(weight.detach())
+        if copies:
+            torch._foreach_copy_(copies, [weight.detach() for weight in self._weights])
         return copies
 
     def _made(self) -> list[Tensor]:
@@ -138,8 +138,8 @@ class Latest:
 
     def _fill(self, weights: Sequence[Tensor]) -> None:
         """Copy ``weights`` into the memory of the parameters, unseen by autograd."""
-        for own, weight in zip(self._weights, weights, strict=True):
-            own.data.copy_(weight)
+        if self._weights:
+            torch._foreach_copy_([own.data for own in self._weights], list(weights))
 
 
 class Stash(Latest):

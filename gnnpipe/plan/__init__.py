@@ -5,6 +5,7 @@ from gnnpipe.plan.loss_rows import ALL_ROWS, LossRows, choose_loss_rows
 from gnnpipe.plan.model_graph import ModelGraph, Op, precomputed_aggregations, shared_tables
 from gnnpipe.plan.plan import Placement, Plan, StagePlan
 from gnnpipe.plan.row_ways import RowWay, column_bounds
+from gnnpipe.plan.segments import Segments
 from gnnpipe.plan.shard_split import ShardSplit
 from gnnpipe.plan.stage_dag import StageDag, Transfer
 
@@ -16,6 +17,7 @@ __all__ = [
     "Placement",
     "Plan",
     "RowWay",
+    "Segments",
     "ShardSplit",
     "StageDag",
     "StagePlan",

@@ -120,7 +120,8 @@ class Executor:
         """Labels that are inputs, if there are any."""
         self.grad_clip = update.grad_clip
         self.gradient_sum = update.gradient_sum
-        self._weight_hooks = WeightHooks(p for _, p in stage.stage_module.named_parameters())
+        self._weights = [p for _, p in stage.stage_module.named_parameters()]
+        self._weight_hooks = WeightHooks(self._weights)
         self.p2p = PointToPoint(mesh, *dtypes)
         self.has_stepped = True
         """Whether all optimizer steps of the last program changed the weights: a step does not if
@@ -332,7 +333,8 @@ class Executor:
                 grads = self._take(Direction.BACKWARD, self._widths_out, action.position)
                 self.stage.seed(chunk, grads)
             else:
-                self.stage.seed_loss(chunk, self._now.program.loss_scale)
+                passes = self._now.program.step_passes(action.position)
+                self.stage.seed_loss(chunk, [self._now.order[p] for p in passes])
         policy = self._now.policy
         with nullcontext() if policy is None else policy.for_backward(action.position):
             grads = self.stage.backward(chunk, range(*action.steps), self._next_chunk(action))
@@ -423,8 +425,8 @@ class Executor:
                     now.policy.stepped()
             self._count_step()
             # Also of weights that the optimizer does not step: their gradients would add up.
-            for _, parameter in self.stage.stage_module.named_parameters():
-                parameter.grad = None
+            for weight in self._weights:
+                weight.grad = None
         done = action.position + 1
         is_inner = done % self.num_chunks == 0 and 0 < done < now.program.passes
         if is_inner:

@@ -76,7 +76,5 @@ def _squares(grads: list[Tensor]) -> list[float]:
     """Return the sum of squares of each gradient, in float64; waits for a GPU once."""
     if not grads:
         return []
-    if grads[0].is_cuda:  # a few kernels instead of three for each gradient
-        lengths = torch._foreach_norm(grads, 2, dtype=torch.float64)
-        return torch.stack(lengths).square().tolist()
-    return torch.stack([g.double().square().sum() for g in grads]).tolist()
+    lengths = torch._foreach_norm(grads, 2, dtype=torch.float64)
+    return torch.stack(lengths).square().tolist()

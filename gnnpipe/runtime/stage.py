@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,13 +21,21 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gnnpipe.models import Aggregation, MeanOfRows, Received, Rows, StageModule, Values
 from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.output_buffer import OutputBuffer
+from gnnpipe.plan import Segments
 from gnnpipe.runtime.history.base import History
 from gnnpipe.runtime.history.block import BlockHistory
 from gnnpipe.runtime.history.mean import MeanHistory
 
-Criterion = Callable[[Tensor, int, int], Tensor]
-"""Maps the logits [C or R, classes] of a chunk, its number and that of the epoch to its part of the
-loss, a scalar."""
+
+class Criterion(Protocol):
+    """The loss, which is a sum over chunks."""
+
+    def __call__(self, logits: Tensor, chunk: int, epoch: int) -> Tensor:
+        """Return the chunk's part of the loss, a scalar, for its logits [C or R, classes]."""
+
+    def step_scale(self, chunks: Sequence[int]) -> float:
+        """Return the factor that makes the sum of these chunks' parts a mean of their own."""
+
 
 Edges = dict[str, GradientEdge | None]
 """Start of backward by name; ``None`` if the value depends on no weight and no leaf. Unlike a value
@@ -37,8 +46,10 @@ tensor, an edge keeps nothing alive that autograd has not saved."""
 class _StepRecord:
     """State of one step of one chunk that backward needs."""
 
-    leaves: Values
+    leaves: Values | None
+    """``None``: backward computes these again, from the last step before with leaves."""
     received: dict[str, Received]
+    """Without leaves only the rows that cannot be aggregated again (``History.can_repeat``)."""
     edges: tuple[Edges, Edges] | None
     """Gradient edges of the pushed rows and of the values; ``None``: the step is recomputed."""
     output_buffer: OutputBuffer | None
@@ -76,7 +87,7 @@ class Stage:
         rows: Sequence[Rows],
         open_history: Callable[[Aggregation, bool], History],
         criterion: Criterion | None,
-        recompute: bool = False,
+        recompute_every: int = 0,
         precomputed: Mapping[str, Tensor] | None = None,
         loss_rows: ChunkLossRows | None = None,
     ) -> None:
@@ -87,14 +98,18 @@ class Stage:
             rows: Rows of each chunk.
             open_history: Makes the history of an aggregation, for training (True) or evaluation.
             criterion: Loss of a chunk, on the last stage.
-            recompute: Keep only the inputs of a step until backward, and run the step again there.
-                Aggregated rows are kept, because the tables have changed by then.
+            recompute_every: Number n of steps that backward runs again from the inputs of the
+                first (``plan.Segments``); 0: keep what autograd saves. Of the other steps, only the
+                aggregated rows are kept, and only where the tables have changed by then.
             precomputed: Aggregated features [n, F] by aggregation; these need no history.
             loss_rows: Rows that the last step computes in training; ``None``: all rows.
         """
         self._precomputed = precomputed or {}
-        self.recompute = recompute
         self.stage_module = stage_module
+        self.segments = (
+            Segments(stage_module.num_steps, recompute_every) if recompute_every else None
+        )
+        """Steps that are recomputed together; ``None``: nothing is recomputed."""
         self.num_steps = stage_module.num_steps
         self.rows = list(rows)
         self.criterion = criterion
@@ -233,7 +248,7 @@ class Stage:
             self._free_scratch({aggregation.name for one in rounds for aggregation in one})
         received = self._received(chunk, step)
         output_buffer = self._output_buffer(chunk, step)
-        with torch.set_grad_enabled(is_tracked := self._training and not self.recompute):
+        with torch.set_grad_enabled(is_tracked := self._training and self.segments is None):
             pushed, values = self._compute(chunk, step, leaves, received, is_tracked, output_buffer)
         if output_buffer is not None:
             output_buffer.check(pushed)
@@ -244,9 +259,21 @@ class Stage:
                 if aggregation.name in pushed:
                     self._history(aggregation).push(chunk, pushed[aggregation.name])
         if self._training:
-            edges = None if self.recompute else (_edges(pushed), _edges(values))
-            state.tape.append(_StepRecord(leaves, received, edges, output_buffer))
+            edges = (_edges(pushed), _edges(values)) if is_tracked else None
+            record = _StepRecord(leaves, received, edges, output_buffer)
+            if self.segments is not None and not self.segments.is_kept(step):
+                self._forget_inputs(record)
+            state.tape.append(record)
         return values
+
+    def _forget_inputs(self, record: _StepRecord) -> None:
+        """Free the inputs of a step that backward can compute again."""
+        record.leaves = None
+        record.received = {
+            name: received
+            for name, received in record.received.items()
+            if name not in self._precomputed and not self.histories[name].can_repeat
+        }
 
     def _free_scratch(self, needed: Collection[str]) -> None:
         """Free the tables of an evaluation, except those of the ``needed`` aggregations."""
@@ -255,11 +282,16 @@ class Stage:
             if self._is_label_iteration:
                 self._keep_mean(name, history)
 
-    def _received(self, chunk: int, step: int) -> dict[str, Received]:
-        """Aggregate the rows that the previous step pushed."""
+    def _received(
+        self, chunk: int, step: int, kept: Mapping[str, Received] | None = None
+    ) -> dict[str, Received]:
+        """Aggregate the rows that the previous step pushed, except rows that were ``kept``."""
         received: dict[str, Received] = {}
         for aggregation in self.stage_module.rounds[step - 1] if step else ():
             name = aggregation.name
+            if kept is not None and name in kept:
+                received[name] = kept[name]
+                continue
             if name in self._precomputed:
                 rows = self.rows[chunk]
                 own = slice(rows.start, rows.start + len(rows.keys))
@@ -312,9 +344,13 @@ class Stage:
         state = self._chunks[chunk]
         state.values, state.grads = {}, grads
 
-    def seed_loss(self, chunk: int, scale: float = 1.0) -> None:
-        """Start backward at ``scale`` times the loss, on the last stage."""
-        loss = self._chunks[chunk].values["loss"]
+    def seed_loss(self, chunk: int, together: Sequence[int]) -> None:
+        """Start backward at the loss, on the last stage.
+
+        ``together``: the chunks of the optimizer step, whose gradient is that of their mean loss.
+        """
+        assert self.criterion is not None
+        loss, scale = self._chunks[chunk].values["loss"], self.criterion.step_scale(together)
         self.seed(chunk, {"loss": torch.full_like(loss, scale)})
 
     def backward(self, chunk: int, steps: range, following: int | None = None) -> Values:
@@ -325,10 +361,14 @@ class Stage:
         """
         state = self._chunks[chunk]
         for step in reversed(steps):
+            if state.tape[step].edges is None:
+                self._run_again(chunk, step, state)
             record = state.tape.pop()
             if record.output_buffer is not None:
                 record.output_buffer.check_kept()
-            pushed, values = record.edges or self._recomputed_edges(chunk, step, record)
+            assert record.edges is not None
+            assert record.leaves is not None
+            pushed, values = record.edges
             grads = [self.histories[name].pull(chunk) for name in pushed]
             grads += [state.grads[name] for name in values]
             if following is not None and step == steps.stop - 1:
@@ -343,10 +383,35 @@ class Stage:
             del self._chunks[chunk]
         return state.grads
 
-    def _recomputed_edges(self, chunk: int, step: int, record: _StepRecord) -> tuple[Edges, Edges]:
-        with torch.enable_grad():
-            pushed, values = self._compute(chunk, step, record.leaves, record.received, True)
-        return _edges(pushed), _edges(values)
+    def _run_again(self, chunk: int, last: int, state: _ChunkState) -> None:
+        """Compute the segment of step ``last`` again, from the last step before with leaves."""
+        assert self.segments is not None
+        segment, tape = self.segments.start(last), state.tape
+        first = segment
+        while tape[first].leaves is None:
+            first -= 1
+        values: Values = {}
+        for step in range(first, last + 1):
+            record, is_tracked = tape[step], step >= segment
+            if record.leaves is None:
+                record.leaves = {name: _leaf(value, True) for name, value in values.items()}
+                record.received = self._received(chunk, step, record.received)
+            with torch.set_grad_enabled(is_tracked):
+                pushed, values = self._compute(
+                    chunk, step, record.leaves, record.received, is_tracked
+                )
+            if step < last:
+                self._push_again(chunk, pushed)
+            if is_tracked:
+                record.edges = _edges(pushed), _edges(values)
+            elif step != self.segments.start(step):
+                self._forget_inputs(record)
+
+    def _push_again(self, chunk: int, pushed: Values) -> None:
+        """Push rows once more whose table has been freed; all other tables still hold the rows."""
+        for name, rows in pushed.items():
+            if self.histories[name].can_repeat:
+                self.histories[name].push(chunk, rows)
 
     def _history(self, aggregation: Aggregation) -> History:
         """Return an aggregation's history: the stage's own in training, else a temporary one."""

@@ -50,6 +50,8 @@ class WeightHooks:
     @torch.no_grad()
     def call(self) -> None:
         """Calls all hooks in ``held_back``; the gradients in ``.grad`` are complete."""
+        if not self._held:
+            return
         self._give_back()  # first, because a hook may remove itself
         for weight in self._weights:
             before, after = (dict(getattr(weight, name) or {}) for name in _HOOKS)

@@ -196,14 +196,11 @@ class Program:
         """Whether the optimizer may step before all chunks of an epoch have passed."""
         return self.scope is GradientScope.OWN_CHUNK
 
-    @property
-    def loss_scale(self) -> float:
-        """Factor on the loss of a chunk, which is the chunk's share of the mean loss.
-
-        With n STEPs an epoch the gradient of a step is then an unbiased estimate of the gradient of
-        the mean loss.
-        """
-        return float(self.consistency.optimizer_steps or 1) if self.steps_by_chunk else 1.0
+    def step_passes(self, position: int) -> range:
+        """Return the passes whose gradients the STEP of this pass takes, itself among them."""
+        every = self.chunks // (self.consistency.optimizer_steps or 1)
+        start = position - position % every
+        return range(start, start + every)
 
     def text(self) -> str:
         """Return one line per stage, its actions separated by blanks."""

@@ -23,7 +23,7 @@ from gnnpipe.graph.pairs import PAIRS
 from gnnpipe.graph.stale_rows import choose_drift_rows
 from gnnpipe.models import Aggregation, Rows
 from gnnpipe.models.sparse_input_linear import FeatureTable
-from gnnpipe.ops.hashed_dropout import KeptMasks, row_keys
+from gnnpipe.ops.hashed_dropout import ChunkMasks, KeptMasks, MaskSource, row_keys
 from gnnpipe.ops.spmm import Kernel, default_kernel, kernel_named, time_kernels
 from gnnpipe.optim.optimizers import make_optimizer
 from gnnpipe.optim.predicted_step import StepRates, check_predictable
@@ -49,7 +49,7 @@ from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.memory_estimate import check_memory
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.setup.structures import Structure, StructureBuilder, StructureKey
-from gnnpipe.tasks.loss import Loss, Targets, TrainedLabels, known_labels, num_targets, takes
+from gnnpipe.tasks.loss import Loss, Targets, TrainedLabels, known_labels, takes, targets_by_chunk
 
 Numbers = npt.NDArray[np.int64]
 
@@ -146,7 +146,7 @@ class _RankBuilder:
         criterion = Loss(
             targets,
             prepared.loss_fn,
-            num_targets(prepared.graph),
+            targets_by_chunk(prepared.graph, prepared.chunking.chunk_of_row()),
             None if loss_rows is None else loss_rows.places,
             self._vertices_of_loss(),
             self._trained_labels() if self._is_last and config.label_inputs else None,
@@ -158,7 +158,7 @@ class _RankBuilder:
             self._make_rows(own, pointers, self._reads_features()),
             lambda a, is_training: self._open_history(a, specs, operators, is_training),
             criterion if self._is_last else None,
-            prepared.recomputes(mesh.stage),
+            prepared.recompute_every(mesh.stage),
             precomputed,
             loss_rows,
         )
@@ -345,10 +345,10 @@ class _RankBuilder:
             table = FeatureTable(x, prepared.dtype, device, num_labels, by_chunk)
             if table.label_columns is not None:
                 self._add_label_table(table.label_columns, own, keys)
-        # Stored masks take a byte per number of all rows; masks made for a chunk alone are equal.
-        is_stored = pointer is not None and not prepared.recomputes(self._mesh.stage)
-        is_stored = is_stored and not prepared.program.steps_by_chunk
-        masks = KeptMasks(keys) if is_stored else None
+        masks: MaskSource | None = None
+        if pointer is not None and not prepared.recomputes(self._mesh.stage):
+            # Stored masks take a byte per number of all rows; those of a chunk alone are equal.
+            masks = ChunkMasks(keys) if prepared.program.steps_by_chunk else KeptMasks(keys)
         ends = [0, len(own)] if pointer is None else pointer.tolist()
         return [
             Rows(

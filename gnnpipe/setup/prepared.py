@@ -127,6 +127,10 @@ class Prepared:
         """Whether a stage keeps only the inputs of its steps until backward."""
         return self.config.recompute or self.plan.stages[stage].recompute
 
+    def recompute_every(self, stage: int) -> int:
+        """Steps that backward of a stage recomputes together; 0: none is recomputed."""
+        return self.config.recompute_every if self.recomputes(stage) else 0
+
     @property
     def exact_epochs(self) -> int:
         """Number of exact epochs at the start of a run whose usual epochs have stale reads."""

@@ -126,10 +126,23 @@ class Loss:
     targets: Targets
     loss_fn: LossFn | None
     """The user's own loss."""
-    total: int
-    """Number of training labels, or of training vertices without labels, of all chunks."""
+    by_chunk: Sequence[int]
+    """Training labels, or without labels training vertices, of each chunk on all ranks."""
     loss_rows: Sequence[Tensor] | None = None
     """Rows of each chunk that the logits belong to, ascending; ``None``: all rows."""
+
+    @cached_property
+    def total(self) -> int:
+        """Number of training labels, or of training vertices without labels, of all chunks."""
+        return sum(self.by_chunk)
+
+    def step_scale(self, chunks: Sequence[int]) -> float:
+        """Returns the factor that makes the sum of these chunks' losses a mean over their labels.
+
+        It is 1 for all chunks, and for chunks without training labels.
+        """
+        count = sum(self.by_chunk[chunk] for chunk in chunks)
+        return self.total / count if count else 1.0
 
     @cached_property
     def _to_train(self) -> list[tuple[Tensor, Tensor]]:
@@ -373,16 +386,23 @@ def has_labels(graph: Graph) -> bool:
     return graph.pairs is not None or bool(is_known(graph.y).any())
 
 
-def num_targets(graph: Graph) -> int:
-    """Returns the number by which the loss is divided: the number of known training labels.
+def targets_by_chunk(graph: Graph, chunk_of_row: npt.NDArray[np.int32]) -> list[int]:
+    """Returns the number of known training labels of each chunk; the loss is divided by their sum.
 
-    For a graph without labels: the number of training vertices.
+    For a graph without labels: the number of training vertices. A pair is in its target's chunk.
+
+    ``chunk_of_row`` [N], ascending.
     """
+    chunks = int(chunk_of_row[-1]) + 1
     if graph.pairs is not None:
-        return graph.pairs.counts[0]
-    if not has_labels(graph):
-        return int(graph.train_mask.sum())
-    return int(known_labels(graph.y[graph.train_mask]).sum())
+        chunk_of_row = chunk_of_row[graph.pairs.ends[1]]
+        counts = (graph.pairs.part == 0).astype(np.int64)
+    elif has_labels(graph):
+        counts = known_labels(graph.y) * graph.train_mask
+    else:
+        counts = graph.train_mask.astype(np.int64)
+    found: list[int] = np.bincount(chunk_of_row, counts, chunks).astype(np.int64).tolist()
+    return found
 
 
 def known_labels(y: Labels) -> npt.NDArray[np.int64]:

@@ -12,7 +12,7 @@ from gnnpipe.models import layer as layer_module
 from gnnpipe.models.layer import MODELS, LayerSpec
 from gnnpipe.models.layer_stack import GNN
 from gnnpipe.ops import hashed_dropout
-from gnnpipe.ops.hashed_dropout import KeptMasks, keyed_mask, row_keys
+from gnnpipe.ops.hashed_dropout import ChunkMasks, KeptMasks, keyed_mask, row_keys
 from gnnpipe.ops.hashed_dropout import keyed_dropout as drop_kept
 
 KEY = {"seed": 1, "epoch": 2, "site": 3}
@@ -115,6 +115,35 @@ def test_kept_masks_equal_those_of_each_chunk(probability):
         some = slice(700, 2900)
         part = keyed_dropout(x[some], keys[some], probability, **key, masks=masks, start=700)
         assert torch.equal(part, whole[some]) == (epoch == KEY["epoch"])
+
+
+def test_masks_of_a_chunk_are_drawn_at_once_and_equal_those_of_each_site(monkeypatch):
+    keys, fill, filled = row_keys(torch.arange(900)), hashed_dropout._fill, []
+    masks = ChunkMasks(keys)
+    sites = [(0, 40, 0.5), (1, 40, 0.5), (2, 6, 0.3), (3, 40, 0.5), (4, 40, 0.1)]
+    wanted = {
+        (start, epoch, site): keyed_mask(
+            keys[start : start + 300], width, p, seed=1, epoch=epoch, site=site
+        )
+        for start in (0, 300, 600)
+        for epoch in (0, 1)
+        for site, width, p in sites
+    }
+    monkeypatch.setattr(hashed_dropout, "_fill", lambda *a: filled.append(len(a[1])) or fill(*a))
+    counts = []
+    for start, epoch in [(0, 0), (300, 0), (600, 0), (600, 1), (0, 1)]:
+        # The second pass uses another site of a known shape, the third one of a new shape.
+        used = sites[: 3 + min(len(counts), 2)]
+        for site, width, p in used:
+            found = keyed_mask(
+                keys[start : start + 300], width, p,
+                seed=1, epoch=epoch, site=site, masks=masks, start=start,
+            )  # fmt: skip
+            assert torch.equal(found.kept, wanted[start, epoch, site].kept)
+            assert found.scale == wanted[start, epoch, site].scale
+        counts.append(filled[:])
+        filled.clear()
+    assert counts == [[1, 1, 1], [2, 1, 1], [3, 1, 1], [3, 1, 1], [3, 1, 1]]
 
 
 KINDS = ("gcn", "sage", "resgcn", "gat")

@@ -45,6 +45,20 @@ def dense_chunks(matrices: Mapping[str, Tensor], parts: Sequence[Tensor], **data
     return chunks
 
 
+def step_means(walk: Sequence[tuple[int, int]], every: int, counts: Sequence[int]):
+    """Factor by pass: losses by the number of all labels become means over those of a step.
+
+    ``counts``: labels by chunk; ``every``: passes of a step.
+    """
+
+    def scale_of(number: int) -> float:
+        first = number // every * every
+        count = sum(counts[chunk] for _, chunk in walk[first : first + every])
+        return sum(counts) / count if count else 1.0
+
+    return scale_of
+
+
 class Pass:
     """One chunk in one epoch, at one stage."""
 
@@ -120,8 +134,8 @@ class AsyncReference:
         """Loss by pass, of the last run."""
         self.rate: Callable[[int], float] | None = None
         """Learning rate by step; by default that of the optimizer."""
-        self.loss_scale = 1.0
-        """Factor of the gradients, not of ``losses``."""
+        self.scale_of: Callable[[int], float] = lambda number: 1.0
+        """Factor of the gradients of a pass, not of ``losses``."""
         self.before_step: Callable[[int], None] | None = None
         """Called with a stage before each of its steps, whose gradients are in ``.grad``."""
         self._depths = [self._depth(k) for k in range(len(self.stages))]
@@ -181,7 +195,7 @@ class AsyncReference:
         one = self._passes[k][number]
         one.saved_as = self._for_backward(k, number)
         if "loss" in one.outputs:
-            (self.loss_scale * one.outputs["loss"]).backward()
+            (self.scale_of(number) * one.outputs["loss"]).backward()
         else:
             grads: dict[str, Tensor] = {}
             for reader in self._readers(k):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from async_reference import AsyncReference, RefStage, dense_chunks, one_f_one_b
+from async_reference import AsyncReference, RefStage, dense_chunks, one_f_one_b, step_means
 from helpers import quick_config, run_ranks, small_graph
 from test_branches_on_ranks import Branched
 from torch import nn
@@ -34,7 +34,7 @@ def gcn_matrix(graph):
     return root[:, None] * a * root
 
 
-def layers_of(first, last, num_layers, scale):
+def layers_of(first, last, num_layers):
     """The built-in GCN layers first to last - 1 as a stage, with dropout of one half."""
 
     def function(values, weights, one):
@@ -50,15 +50,15 @@ def layers_of(first, last, num_layers, scale):
                 x = F.layer_norm(x, (WIDTH,), own["norm.weight"], own["norm.bias"]).relu()
                 kept = drop(torch.ones(one.chunk.data["n"], WIDTH), 0.5, 0, one.epoch, i + 1)
                 x = x * kept[one.chunk.rows].double()
-        return loss_of(x, one, scale) if last == num_layers else {"x": x}
+        return loss_of(x, one) if last == num_layers else {"x": x}
 
     return function
 
 
-def loss_of(x, one, scale):
+def loss_of(x, one):
     data = one.chunk.data
     loss = F.cross_entropy(x[data["train"]], data["y"][data["train"]], reduction="sum")
-    return {"loss": scale * loss / data["count"]}
+    return {"loss": loss / data["count"]}
 
 
 class Fork(nn.Module):
@@ -86,13 +86,10 @@ def branch(name):
     return function
 
 
-def join(scale):
-    def function(values, w, one):
-        x = values["a"] + values["b"]
-        x = (F.linear(one.aggregate("gcn", "c", x), w["c.lin.weight"]) + w["c.bias"]).tanh()
-        return loss_of(F.linear(x, w["out.weight"], w["out.bias"]), one, scale)
-
-    return function
+def join(values, w, one):
+    x = values["a"] + values["b"]
+    x = (F.linear(one.aggregate("gcn", "c", x), w["c.lin.weight"]) + w["c.bias"]).tanh()
+    return loss_of(F.linear(x, w["out.weight"], w["out.bias"]), one)
 
 
 def reference_of(prepared, graph, stages, distances, policy, optimizer, every):
@@ -107,6 +104,7 @@ def reference_of(prepared, graph, stages, distances, policy, optimizer, every):
     chunks = dense_chunks({"gcn": gcn_matrix(graph)}, parts, **data)
     for one in chunks:
         one.data |= {"count": int(graph.train_mask.sum()), "n": graph.num_vertices}
+    counts = [int(graph.train_mask[part].sum()) for part in parts]
     reference = AsyncReference(stages, chunks, policy, OPTIMIZERS[optimizer])
     steps = CHUNKS // every
     rate = LR / math.sqrt(steps)
@@ -114,10 +112,11 @@ def reference_of(prepared, graph, stages, distances, policy, optimizer, every):
 
     def run(first, last):
         walk = [(e, int(c)) for e in range(first, last) for c in prepared.chunk_order(e)]
+        reference.scale_of = step_means(walk, every, counts)
         reference.run(one_f_one_b(distances, len(walk), every), walk)
         by_epoch = [0.0] * (last - first)
         for number, loss in reference.losses.items():
-            by_epoch[number // CHUNKS] += loss / steps
+            by_epoch[number // CHUNKS] += loss
         return by_epoch
 
     return reference, run
@@ -153,15 +152,15 @@ def difference(stages, shards, policy, optimizer, every, is_fork=False):
         dict(prepared.model.stage_module(stage.ops).named_parameters())
         for stage in prepared.plan.stages
     ]
-    scale, distances = CHUNKS / every, list(prepared.dag.distances)
+    distances = list(prepared.dag.distances)
     if is_fork:
         names = "a" if "in_a.weight" in by_stage[0] else "b"
         others = {"a": "b", "b": "a"}[names]
-        functions, reads = [branch(names), branch(others), join(scale)], {names: 0, others: 1}
+        functions, reads = [branch(names), branch(others), join], {names: 0, others: 1}
         assert distances == [1, 1, 0]
     else:
         bounds = [(stage.ops[0], stage.ops[-1] + 1) for stage in prepared.plan.stages]
-        functions = [layers_of(*each, 4, scale) for each in bounds]
+        functions = [layers_of(*each, 4) for each in bounds]
         reads = {}
     ref_stages = []
     for number, function in enumerate(functions):

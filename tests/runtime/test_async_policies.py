@@ -6,7 +6,14 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from async_reference import POLICIES, AsyncReference, RefStage, dense_chunks, one_f_one_b
+from async_reference import (
+    POLICIES,
+    AsyncReference,
+    RefStage,
+    dense_chunks,
+    one_f_one_b,
+    step_means,
+)
 from helpers import quick_config, run_ranks, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
@@ -181,11 +188,11 @@ def reference_of(prepared, stages, depths, policy, optimizer, every):
     }
     chunks = dense_chunks(matrices(), parts, **data)
     reference = AsyncReference(stages, chunks, policy, optimizer_of(optimizer))
-    # The program's loss is that of the whole epoch: a step has 1 / (K / every) of its gradient.
-    reference.loss_scale = CHUNKS / every
+    counts = [int(train[rows].sum()) for rows in parts]
 
     def train_span(epoch, epochs):
         walk = [(e, c) for e in range(epoch, epoch + epochs) for c in prepared.chunk_order(e)]
+        reference.scale_of = step_means(walk, every, counts)
         reference.run(one_f_one_b(depths, len(walk), every), walk)
         losses = [reference.losses[p] for p in range(len(walk))]
         return [sum(losses[e * CHUNKS : (e + 1) * CHUNKS]) for e in range(epochs)]

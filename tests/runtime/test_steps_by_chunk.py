@@ -118,7 +118,9 @@ class Reference:
                 for name in self.weights
             }
             loss = self._loss(chunk)
-            (loss * (self.chunks / self.every)).backward()
+            start = p - p % self.every
+            together = torch.isin(self.chunk_of, torch.tensor(order[start : start + self.every]))
+            (loss * self.train.sum() / self.train[together].sum().clamp(min=1)).backward()
             losses.append(loss.item())
             if (p + 1) % self.every == 0:
                 self.optimizer.step()

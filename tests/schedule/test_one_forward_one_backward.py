@@ -96,7 +96,9 @@ def test_programs_are_proved_for_any_stage_dag(dag, schedule, epochs, data):
     assert program.in_flight == expected
     pairs = sum(n - 1 for n in dag.steps) * chunks * (chunks - 1) * epochs
     assert program.live_reads == program.stale_reads == pairs // 2
-    assert program.loss_scale == chunks // every
+    starts = range(0, epochs * chunks, every)
+    together = [list(range(start, start + every)) for start in starts for _ in range(every)]
+    assert [list(program.step_passes(p)) for p in range(epochs * chunks)] == together
     for actions, gaps in zip(program.stages, program.version_gaps, strict=True):
         steps = [a.position for a in actions if a.kind is ActionKind.STEP]
         assert steps == list(range(every - 1, epochs * chunks, every))

@@ -136,7 +136,7 @@ def attention_by_hand(graph, chunk_of, orders):
             loss = wrong / train.sum()
             total += loss.item()
             optimizer.zero_grad()
-            (loss * len(order)).backward()
+            (loss * train.sum() / chosen.sum()).backward()
             optimizer.step()
         losses.append(total)
     return losses

@@ -108,6 +108,14 @@ class History(ABC):
         self.drift = None if sample is None else Drift(sample)
 
     @property
+    def can_repeat(self) -> bool:
+        """Whether push and read may run again in backward, for the same result.
+
+        True for a single chunk on a single shard, which has no table between push and read.
+        """
+        return self._whole
+
+    @property
     def lasting(self) -> Tensor:
         """The rows that outlast the epoch: stale reads of the next epoch, and a checkpoint."""
         return self.table if self._snapshot is None else self._snapshot
