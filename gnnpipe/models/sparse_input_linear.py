@@ -7,6 +7,7 @@ the transposed CSR matrix times the gradient of the output.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,16 +27,32 @@ class FeatureTable:
 
     The gradient of a weight [out, in] is as wide as the features; computed chunk by chunk, K of
     these gradients would be written and added. Instead the chunks leave their output gradients
-    here, and the last chunk of backward computes the weight's gradient in one product.
+    here, and the last chunk of backward computes the weight's gradient in one product. If the
+    optimizer steps after each chunk, gradients cannot wait.
     """
 
     def __init__(
-        self, x: Features, dtype: torch.dtype, device: torch.device, num_labels: int = 0
+        self,
+        x: Features,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_labels: int = 0,
+        by_chunk: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        """``num_labels``: number C of last columns that hold labels (``label_columns``)."""
-        self._transposed: RowCSR | None = None
-        self._transposed_parts: dict[tuple[int, int], RowCSR] = {}
-        self._waits = True
+        """Convert the features.
+
+        Args:
+            x: The features.
+            dtype: Type of numbers.
+            device: Where products are computed.
+            num_labels: Number C of last columns that hold labels (``label_columns``).
+            by_chunk: Rows (start, stop) of each chunk, if the weight's gradient of a chunk is
+                needed in the chunk's backward; ``None``: after the last chunk.
+        """
+        self._waits = by_chunk is None
+        self._transposed: dict[tuple[int, int], RowCSR] = {}
+        """Transposes [in, stop - start] of sparse rows start:stop, for backward: of all rows, or of
+        each chunk."""
         self._x: Tensor | RowCSR
         self.label_columns: Tensor | None = None
         """[n, C], written between two passes; of dense features a view, else kept dense."""
@@ -49,11 +66,13 @@ class FeatureTable:
                 labels = torch.from_numpy(x[:, num_features:].toarray())
                 self.label_columns = labels.to(device=device, dtype=dtype)
                 x = x[:, :num_features]
-            turned = sp.csr_array(x.T.tocsr())
-            turned.sort_indices()
             kernel = default_kernel(device)
             self._x = RowCSR.from_scipy(x, dtype, device, kernel)
-            self._transposed = RowCSR.from_scipy(turned, dtype, device, kernel)
+            for start, stop in [(0, x.shape[0])] if by_chunk is None else by_chunk:
+                turned = sp.csr_array(x[start:stop].T.tocsr())
+                turned.sort_indices()
+                part = RowCSR.from_scipy(turned, dtype, device, kernel)
+                self._transposed[start, stop] = part
         self.num_rows = int(x.shape[0])
         self._waiting: dict[int, _Waiting] = {}
 
@@ -101,12 +120,8 @@ class FeatureTable:
         waiting.chunks.clear()
         return self._product(waiting.grads, 0, self.num_rows, is_rounded)
 
-    def begin(self, waits: bool = True) -> None:
-        """Begins a training pass: drops pending gradients, keeps their memory.
-
-        ``waits``: the weight's gradient is needed after the last chunk only, not after each.
-        """
-        self._waits = waits
+    def begin(self) -> None:
+        """Begins a training pass: drops pending gradients, keeps their memory."""
         for waiting in self._waiting.values():
             waiting.chunks.clear()
             waiting.expected.clear()
@@ -137,14 +152,11 @@ class FeatureTable:
         """Computes ``grad.T @ x[start:stop]``, [out, in], of ``grad`` [stop - start, out]."""
         if isinstance(self._x, Tensor):
             return product(grad.t(), self._x[start:stop], is_rounded)
-        assert self._transposed is not None
-        turned = self._transposed
-        if stop - start < self.num_rows:
-            if (start, stop) not in self._transposed_parts:
-                part = turned.block((0, turned.num_rows), (start, stop))
-                self._transposed_parts[start, stop] = part
-            turned = self._transposed_parts[start, stop]
-        found = turned.matmul(grad.contiguous()).t()
+        if (start, stop) not in self._transposed:
+            # A weight that is no parameter, as of a model that normalises it in forward.
+            whole = self._transposed[0, self.num_rows]
+            self._transposed[start, stop] = whole.block((0, whole.num_rows), (start, stop))
+        found = self._transposed[start, stop].matmul(grad.contiguous()).t()
         if self.label_columns is None:
             return found
         return torch.cat([found, grad.t() @ self.label_columns[start:stop]], dim=1)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -40,6 +40,9 @@ Rates: TypeAlias = Callable[[int], Sequence[float]]
 step that many steps later."""
 
 _Group: TypeAlias = dict[str, Any]
+
+_PIECE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Numbers of the weights that are predicted at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,11 +209,11 @@ class StepPrediction:
             if not stepped.weights or not steps:
                 continue
             left, moved = _after_steps([one[number] for one in rates], self._rule.decay(group))
-            directions = self._rule.direction(stepped)
-            values = [weight.data for weight in stepped.weights]
-            if left != 1.0:
-                torch._foreach_mul_(values, left)
-            torch._foreach_add_(values, directions, alpha=-moved)
+            for piece in _in_pieces(stepped):
+                directions = self._rule.direction(piece)
+                if left != 1.0:
+                    torch._foreach_mul_(piece.weights, left)
+                torch._foreach_add_(piece.weights, directions, alpha=-moved)
 
     def _stepped(self, group: _Group) -> _Stepped:
         needs_gradient, state = self._rule.needs_gradient(group), self._optimizer.state
@@ -218,6 +221,56 @@ class StepPrediction:
         weights = [weight for weight in group["params"] if weight in known]
         grads = [self._grads[weight] for weight in weights] if needs_gradient else []
         return _Stepped(group, weights, [state[w] for w in weights if w in state], grads)
+
+
+def _in_pieces(stepped: _Stepped) -> Iterator[_Stepped]:
+    """Split weights into pieces, because directions of all weights at once would be two copies.
+
+    The weights of a piece are views, whose changes autograd does not see.
+    """
+    piece, count = _Stepped(stepped.group, [], [], []), 0
+    for number, weight in enumerate(stepped.weights):
+        most = _PIECE_NUMBERS.get(weight.device.type, 1 << 24)
+        # Along the axis with the longest stride, so that pieces are contiguous.
+        axis = max(range(weight.dim()), key=weight.stride, default=0)
+        length = weight.shape[axis] if weight.dim() else 1
+        rows = max(most * length // max(weight.numel(), 1), 1)
+        for start in range(0, length, rows):
+            part = _Part(weight.shape, axis, start, min(rows, length - start))
+            piece.weights.append(part.of(weight.data))
+            if stepped.states:
+                piece.states.append(part.of_state(stepped.states[number]))
+            if stepped.grads:
+                piece.grads.append(part.of(stepped.grads[number]))
+            count += piece.weights[-1].numel()
+            if count >= most:
+                yield piece
+                piece, count = _Stepped(stepped.group, [], [], []), 0
+    if piece.weights:
+        yield piece
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a weight along an axis, and of tensors of the same shape."""
+
+    shape: torch.Size
+    axis: int
+    start: int
+    length: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part as a view."""
+        return tensor.narrow(self.axis, self.start, self.length) if self.shape else tensor
+
+    def of_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of the part; numbers that count for the whole weight stay."""
+        return {
+            name: self.of(value)
+            if isinstance(value, Tensor) and value.shape == self.shape
+            else value
+            for name, value in state.items()
+        }
 
 
 def _after_steps(rates: Sequence[float], decay: float) -> tuple[float, float]:

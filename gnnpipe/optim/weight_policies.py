@@ -73,6 +73,9 @@ class Latest:
         """Number of steps since the last flush."""
         self._counters: tuple[int, ...] = ()
         """Autograd's counts of the changes of the weights, at the last pass."""
+        self._spare: list[list[Tensor]] = []
+        """Memory for copies of the weights, kept: blocks of the heap that come and go among those
+        of chunks leave holes."""
 
     def begin(self, gaps: Sequence[int]) -> None:
         """Begin a program; ``gaps``: by position, steps between forward and backward."""
@@ -116,13 +119,22 @@ class Latest:
             yield
         finally:
             self._fill(real)
+            self._spare.append(real)
 
     def _holding(self, weights: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Context in which the parameters hold ``weights``."""
         return self._changed(lambda: self._fill(weights))
 
     def _copies(self) -> list[Tensor]:
-        return [weight.detach().clone() for weight in self._weights]
+        """Return copies of the weights, in spare memory if there is some."""
+        copies = self._spare.pop() if self._spare else self._made()
+        if copies:
+            torch._foreach_copy_(copies, [weight.detach() for weight in self._weights])
+        return copies
+
+    def _made(self) -> list[Tensor]:
+        """Return new memory for copies of the weights."""
+        return [torch.empty_like(weight, requires_grad=False) for weight in self._weights]
 
     def _fill(self, weights: Sequence[Tensor]) -> None:
         """Copy ``weights`` into the memory of the parameters, unseen by autograd."""
@@ -143,6 +155,7 @@ class Stash(Latest):
     def flush(self) -> None:
         """Forget all versions but the current one."""
         super().flush()
+        self._spare += self._stashed.values()
         self._stashed.clear()
         self._versions.clear()
 
@@ -153,12 +166,14 @@ class Stash(Latest):
                 self._stashed[self._version] = self._copies()
         return nullcontext()
 
-    def _backward(self, position: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def _backward(self, position: int) -> Iterator[None]:
         version = self._versions.pop(position, self._version)
-        weights = self._stashed.get(version, [])
-        for unused in self._stashed.keys() - self._versions.values():
-            del self._stashed[unused]
-        return nullcontext() if version == self._version else self._holding(weights)
+        is_other = version != self._version
+        with self._holding(self._stashed[version]) if is_other else nullcontext():
+            yield
+        if version in self._stashed and version not in self._versions.values():
+            self._spare.append(self._stashed.pop(version))
 
 
 class DoubleBuffered(Latest):
@@ -178,11 +193,14 @@ class DoubleBuffered(Latest):
     def flush(self) -> None:
         """Forget all versions but the current one."""
         super().flush()
+        self._spare += [copies for copies in (self._newest, self._previous) if copies is not None]
         self._newest = self._previous = None
 
     def stepped(self) -> None:
         """Note an optimizer step."""
         super().stepped()
+        if self._previous is not None:
+            self._spare.append(self._previous)
         self._previous, self._newest = self._newest, self._copies()
 
     def _forward(self, position: int) -> AbstractContextManager[None]:
@@ -251,12 +269,12 @@ class XPipe(Predict):
         super().__init__(steps)
         self._target = -1
         """Version that is predicted."""
-        self._guess: list[Tensor] = []
+        self._guess: list[Tensor] | None = None
 
     def flush(self) -> None:
         """Forget the last gradients and the prediction."""
         super().flush()
-        self._target, self._guess = -1, []
+        self._drop_guess()
 
     def _forward(self, position: int) -> AbstractContextManager[None]:
         gap = self._gaps[position]
@@ -264,9 +282,16 @@ class XPipe(Predict):
         if target != self._target:
             if not gap:
                 return nullcontext()
+            self._drop_guess()
             with self._predicted(gap):
                 self._target, self._guess = target, self._copies()
+        assert self._guess is not None
         return self._holding(self._guess)
+
+    def _drop_guess(self) -> None:
+        if self._guess is not None:
+            self._spare.append(self._guess)
+        self._target, self._guess = -1, None
 
 
 WEIGHT_POLICIES: Registry[Callable[[StageSteps], Latest]] = Registry("weight policy")

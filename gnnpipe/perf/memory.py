@@ -390,17 +390,25 @@ class RankMemory:
         chunks, settings = self.plan.chunks, self.settings
         waiting = self._waiting_in_evaluation()
         tables_read, aggregated = [0] * (len(waiting) + 1), [0] * len(waiting)
+        leaving = [0] * (len(waiting) + 1)
         parts_read = [0] * (len(waiting) + 1)
         for op in self.pushing:
             tables_read[self.depths[op.name]] += self._table_width(op) * self._table_rows(op)
         for op in self.ops:
             # A sum over all vertices, as of linear attention, is a single row.
             rows = 0 if op.is_one_row else self.sizes.own_rows[op.vertex_type]
-            aggregated[self.depths[op.name]] += op.push_width * rows // chunks
+            by_columns = op.name in self.by_columns
+            # By columns: the product, the rows that arrive, and these rows column beside column.
+            aggregated[self.depths[op.name]] += (
+                (1 + 2 * by_columns) * op.push_width * rows // chunks
+            )
+            if by_columns:
+                # All chunks send copies of their rows, which are freed when the step reads.
+                leaving[self.depths[op.name]] += op.push_width * self.sizes.own_rows[op.pushed_type]
             parts_read[self.depths[op.name]] += self._parts_bytes(op) * op.is_mean
         most = 0
         for step, passing in enumerate(aggregated):
-            read, written = tables_read[step], tables_read[step + 1]
+            read, written = tables_read[step], tables_read[step + 1] + leaving[step + 1]
             # Chunk by chunk, values for this step are freed and values for the next step are made.
             waits = max(waiting[step - 1] if step else 0, waiting[step])
             # A single chunk on one shard reads all rows at once, and frees the table.

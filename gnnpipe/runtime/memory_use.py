@@ -30,6 +30,12 @@ def reset_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
+def free_holes(device: torch.device) -> None:
+    """Return freed memory to the system; torch's GPU allocator reuses it for any size."""
+    if device.type != "cuda":
+        give_back()
+
+
 def held_bytes(device: torch.device) -> int:
     """Return the bytes in use, without ``code_bytes``."""
     if device.type == "cuda":

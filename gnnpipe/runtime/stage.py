@@ -153,7 +153,7 @@ class Stage:
         if training:
             loss_rows = [] if self._loss_rows is None else self._loss_rows.rows
             for table in self._feature_tables():
-                table.begin(waits=not by_chunk)
+                table.begin()
             self._begin_masks(self.rows, epoch)
             self._begin_masks(loss_rows, epoch)
             for history in self.histories.values():

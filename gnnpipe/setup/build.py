@@ -341,7 +341,10 @@ class _RankBuilder:
             x = graph.features(vertex_type)[number[own]]
             has_labels = prepared.config.label_inputs and vertex_type == graph.target
             num_labels = graph.num_classes if has_labels else 0
-            table = FeatureTable(x, prepared.dtype, device, num_labels)
+            by_chunk = None
+            if prepared.program.steps_by_chunk and pointer is not None:
+                by_chunk = list(pairwise(pointer.tolist()))
+            table = FeatureTable(x, prepared.dtype, device, num_labels, by_chunk)
             if table.label_columns is not None:
                 self._add_label_table(table.label_columns, own, keys)
         masks: MaskSource | None = None

@@ -30,6 +30,8 @@ from gnnpipe.run.resume import METRICS, STATE, Start, cut_of, find_start, state_
 from gnnpipe.run.signals import SIGINT, Stopping
 from gnnpipe.run.straggler import StragglerWatch
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.memory_use import free_holes
+from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.inputs import check_rate_lasts, why_not_validated
 from gnnpipe.setup.prepared import Prepared, epochs_to_flush
@@ -215,7 +217,7 @@ class Loop:
         last = numbers[-1] + 1 == self.last_epoch
         due = config.eval_every and (numbers[-1] + 1) % config.eval_every == 0
         start = time.perf_counter()
-        scores = evaluate(self.rank_runtime, mesh) if last or due else None
+        scores = self._evaluate(program, last) if last or due else None
         if scores and config.check_weights:
             check_same_weights(self.rank_runtime, mesh, numbers[-1])
         eval_time_s = time.perf_counter() - start if scores else 0.0
@@ -294,6 +296,14 @@ class Loop:
         """Says which ranks compute longer than planned; ``times_s``: sum of ``_times_s``."""
         for one in self.watch.see(len(self.rows), times_s[1:], times_s[0]):
             self.progress.say(one.line(self.prepared.plan.placement, self.path))
+
+    def _evaluate(self, program: CheckedProgram, is_last: bool) -> Scores:
+        """Evaluates after the epochs of ``program``; no epoch follows if ``is_last``."""
+        if program.steps_by_chunk or is_last:
+            # Tables of an evaluation are larger than the holes that blocks of chunks leave. Before
+            # each evaluation this would cost time: an epoch of all chunks reuses what it has freed.
+            free_holes(self.mesh.device)
+        return evaluate(self.rank_runtime, self.mesh)
 
     def _evaluate_last(self) -> None:
         """Evaluates the last epoch, as that of every run that has ended."""

@@ -571,8 +571,8 @@ class Trainer:
         if mesh.world_size > 1:
             stage_module = model.stage_module(prepared.plan.stages[mesh.stage].ops)
             mine = {name: tensor.detach().cpu() for name, tensor in stage_module.named_state()}
-            for part in mesh.gather(mine if mesh.shard == 0 else {}):
-                model.load(part)
+            for stage in prepared.plan.stages:  # together, they may be more than an epoch takes
+                model.load(mesh.share(mine, stage.ranks[0]))
         return {name: t.detach().cpu() for name, t in model.module.state_dict().items()}
 
 

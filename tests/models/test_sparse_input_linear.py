@@ -121,3 +121,17 @@ def test_label_columns_count_as_features(is_sparse):
     found = loss_by_chunk(made, weight, None)
     assert torch.allclose(found, plain.detach())
     assert torch.allclose(weight.grad, expected)
+
+
+def test_gradients_by_chunk_need_no_transpose_of_all_rows():
+    x = sp.random_array((ROWS, FEATURES), density=0.4, rng=np.random.default_rng(1)).tocsr()
+    cuts, cpu = list(pairwise(CUTS)), torch.device("cpu")
+    made = FeatureTable(sp.csr_array(x), torch.float64, cpu, by_chunk=cuts)
+    dense = torch.from_numpy(x.toarray())
+    weight = torch.randn(WIDTH, FEATURES, dtype=torch.float64, requires_grad=True)
+    for start, stop in cuts:
+        weight.grad = None
+        feature_linear(made.rows(start, stop), weight).square().sum().backward()
+        (expected,) = torch.autograd.grad((dense[start:stop] @ weight.T).square().sum(), [weight])
+        assert torch.allclose(weight.grad, expected)
+    assert sum(part.indices.numel() for part in made._transposed.values()) == x.nnz

@@ -1,6 +1,7 @@
 """Predicted steps against the real steps of torch's optimizers (law 6)."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gnnpipe.errors import InputError
+from gnnpipe.optim import predicted_step
 from gnnpipe.optim.predicted_step import StepPrediction, check_predictable
 
 SGD, ADAM, RMSPROP = torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop
@@ -254,3 +256,34 @@ def test_autograd_does_not_see_the_prediction():
     assert weight._version == count
     assert weight.requires_grad
     assert math.isclose(weight.item(), 0.7, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "momentum", "Adam, fused", "AdamW, decay", "RMSprop"])
+def test_weights_are_predicted_in_pieces(kind, monkeypatch):
+    """Large weights are cut along the axis of the longest stride, small ones are put together."""
+    make, options = KINDS[kind]
+    values = [draw(0)[0].T, torch.randn(10, 3).double(), *draw(1), torch.zeros(0, 3).double()]
+    weights, sizes, found = [nn.Parameter(value) for value in values], [], []
+    optimizer = make(weights, lr=0.1, **options)
+    prediction = StepPrediction(optimizer)
+    step(optimizer, {w: torch.randn_like(w).copysign(w) for w in weights}, prediction)
+    real, rule = bits(weights), prediction._rule
+
+    def watched(stepped):
+        sizes.append([weight.numel() for weight in stepped.weights])
+        assert all(weight.is_contiguous() or weight.T.is_contiguous() for weight in stepped.weights)
+        return rule.direction(stepped)
+
+    for most in (1 << 18, 7):
+        monkeypatch.setitem(predicted_step._PIECE_NUMBERS, "cpu", most)
+        prediction._rule = replace(rule, direction=watched)
+        sizes.clear()
+        prediction.apply(2)
+        found.append(bits(weights))
+        for weight, value in zip(weights, real, strict=True):
+            weight.data.copy_(value)
+    assert all(sum(piece) < 15 for piece in sizes)
+    assert len(sizes) > 4
+    assert sum(map(sum, sizes)) == sum(weight.numel() for weight in weights)
+    for whole, pieces in zip(*found, strict=True):
+        torch.testing.assert_close(whole, pieces, rtol=1e-14, atol=0)

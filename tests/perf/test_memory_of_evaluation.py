@@ -1,9 +1,13 @@
 """The memory of evaluation equals the estimate, measured table by table."""
 
+import weakref
+
 import pytest
 import torch
-from helpers import quick_config, small_graph
+from helpers import quick_config, run_ranks, small_graph
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric import nn as pyg
 
 from gnnpipe.perf import ShardSizes
@@ -12,7 +16,12 @@ from gnnpipe.plan import ALL_ROWS
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.setup.build import build_rank
-from gnnpipe.setup.memory_estimate import memory_of_rank, memory_settings
+from gnnpipe.setup.memory_estimate import (
+    _settings_of,
+    _shard_sizes,
+    memory_of_rank,
+    memory_settings,
+)
 from gnnpipe.setup.prepare import prepare
 from gnnpipe.train.evaluate import evaluate
 
@@ -135,3 +144,55 @@ def test_a_last_stage_of_two_layers_by_hand():
     """SAGE reads one table, fills the other, and holds what came in; a chunk is read on top."""
     table = 4 * N * HIDDEN
     assert counted(prepared_of("sage", 5, stages=2), stage=1) == 3 * table + table // 5
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made in the block and still there."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.most = 0
+        self._known = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {id(t.untyped_storage()) for t in pytree.tree_leaves((args, kwargs)) if is_dense(t)}
+        found = func(*args, **kwargs or {})
+        for tensor in pytree.tree_leaves(found):
+            storage = tensor.untyped_storage() if is_dense(tensor) else None
+            if storage is not None and id(storage) not in given and storage not in self._known:
+                self._known.add(storage)
+                self.bytes += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        self.most = max(self.most, self.bytes)
+        return found
+
+    def _freed(self, count):
+        self.bytes -= count
+
+
+def is_dense(thing):
+    return isinstance(thing, torch.Tensor) and thing.layout == torch.strided
+
+
+def evaluated_by_columns(chunks):
+    """Most bytes of an evaluation on two shards, and the estimate."""
+    mesh = Mesh.join(1, 2)
+    config = quick_config(
+        layers=4, hidden=48, chunks=chunks, shards=2, row_way="columns", staleness="exact",
+        dtype="float32", eval_every=0,
+    )  # fmt: skip
+    prepared = prepare(config, mesh, small_graph(n=6000, features=8, degree=3))
+    rank_runtime = build_rank(prepared, mesh)
+    evaluate(rank_runtime, mesh)
+    with Allocated() as allocated:
+        evaluate(rank_runtime, mesh)
+    sizes = _shard_sizes(prepared, 0, mesh.shard, None)
+    settings = _settings_of(prepared)
+    rank = RankMemory(prepared.dag, prepared.model_graph, 0, sizes, settings)
+    return allocated.most / 2**20, rank.evaluation() / 2**20
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_columns_of_all_rows_on_two_shards(chunks):
+    for most, said in run_ranks(evaluated_by_columns, 2, chunks):
+        assert said == pytest.approx(most, rel=0.05)

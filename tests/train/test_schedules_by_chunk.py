@@ -17,6 +17,7 @@ from gnnpipe.plan import Plan
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.prepare import prepare
+from gnnpipe.train import loop
 from gnnpipe.verification.comparison import compare_epochs
 
 
@@ -303,3 +304,13 @@ def test_verify_says_what_it_does_not_follow():
     # One chunk is the full batch, which verify follows.
     whole = prepare(quick_config(schedule="1f1b"), World.alone(), small_graph())
     assert compare_epochs(small_graph(), whole, Mesh.alone(), 2)[-1].largest < 1e-11
+
+
+@pytest.mark.parametrize(("schedule", "count"), [("async", 3), ("1f1b", 3), ("fill-drain", 1)])
+def test_an_evaluation_finds_no_holes_of_chunks(schedule, count, monkeypatch):
+    """Before each evaluation, and if an epoch uses the memory of all chunks before the last one."""
+    freed = []
+    monkeypatch.setattr(loop, "free_holes", freed.append)
+    config = quick_config(schedule=schedule, chunks=4, epochs=6, eval_every=2)
+    Trainer(config, small_graph()).fit()
+    assert len(freed) == count

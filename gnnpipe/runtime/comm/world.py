@@ -143,12 +143,12 @@ class World:
         dist.gather_object(thing, things, dst=0, group=self.control_group)
         return things or []
 
-    def share(self, thing: Any) -> Any:
-        """Return rank 0's object on every rank."""
+    def share(self, thing: Any, source: int = 0) -> Any:
+        """Return the object of the rank ``source`` on every rank."""
         if self.control_group is None:
             return thing
-        box = [thing if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0, group=self.control_group)
+        box = [thing if self.rank == source else None]
+        dist.broadcast_object_list(box, src=source, group=self.control_group)
         return box[0]
 
     def agree(self, error: InputError | None) -> None:
