@@ -23,7 +23,10 @@ import loader_training as peers
 import time_to_accuracy as script
 import time_to_accuracy_page as page
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
+    pytest.mark.filterwarnings("ignore:Using 'NeighborSampler' without a 'pyg-lib'"),
+]
 SMALL = "synthetic:planted:n=320,degree=6,classes=3,features=12"
 
 

@@ -63,6 +63,9 @@ PRESETS = {
 BY_CHUNK = ("1f1b", "async")
 """Schedules in which gradients stay in their chunk; no technique for stale rows applies."""
 
+BY_CHUNK_SETTINGS = ("schedule", "steps_every", "passes_ahead", "weights")
+"""Settings of these schedules."""
+
 OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 """Names in ``torch.optim``."""
 
@@ -231,6 +234,11 @@ class Settings:
     patience: int = _evaluation(
         0, "stop after this many epochs without a better validation metric (0: never)", low=0
     )
+    target_metric: float | None = _evaluation(
+        None,
+        "stop after the first evaluation whose validation metric is at least this (mae and rmse: "
+        "at most); --plan auto then plans for the time until it, and may choose the schedule async",
+    )
     keep_weights: str | None = _evaluation(
         None,
         "weights to keep at the end: of the last epoch, or of the best epoch by the validation "
@@ -261,6 +269,14 @@ class Settings:
         None,
         "chunks per optimizer step with --schedule 1f1b or async; must divide --chunks (default: 1 "
         "with async, all chunks with 1f1b)",
+        low=1,
+    )
+    passes_ahead: int = _shape(
+        1,
+        "forward passes by which a stage is ahead of the next one, with --schedule 1f1b or async; "
+        "with n, messages between stages that take up to (n - 1) / 2 of a chunk's forward and "
+        "backward on a stage cause no waiting, n times as many chunks are in flight, and with async"
+        " come n times as many optimizer steps between forward and backward",
         low=1,
     )
     row_way: str = _shape(
@@ -413,6 +429,11 @@ class Settings:
     def loggers(self) -> tuple[str, ...]:
         """The names in ``log``."""
         return tuple(self.log.split(",")) if self.log else ()
+
+    @property
+    def plans_for_target(self) -> bool:
+        """Whether a plan is searched for the least time to a validation metric."""
+        return self.plan == "auto" and self.target_metric is not None
 
     @property
     def steps_per_epoch(self) -> int:

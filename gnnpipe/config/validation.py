@@ -116,6 +116,7 @@ def _check_epochs(config: Settings) -> None:
         f"--patience {config.patience}": config.patience,
         f"--lr-patience {config.lr_patience}": config.lr_patience if is_plateau else 0,
         "--keep-weights best": math.inf if config.keep_weights == "best" else 0,
+        f"--target-metric {config.target_metric}": math.inf if config.target_metric else 0,
     }
     for text, epochs in epochs_of.items():
         if epochs and not config.eval_every:
@@ -224,6 +225,11 @@ def check_schedule(config: Settings, chunks: int, schedule: str) -> None:
             f"--no-checkpoint-tables: --schedule {schedule} has no epochs that fill the history "
             "tables again after --resume; leave it out"
         )
+    if config.passes_ahead > 1 and schedule not in BY_CHUNK:
+        raise InputError(
+            f"--passes-ahead {config.passes_ahead}: --schedule {schedule} runs all forward passes "
+            "first; leave it out, or try --schedule 1f1b or async"
+        )
     every = config.steps_every
     if every is None:
         return
@@ -273,6 +279,11 @@ def _check_plan(config: Settings) -> None:
         raise InputError(
             f"{', '.join(given)}: no effect with --plan {config.plan!r}, whose file gives the "
             "shape; leave one of the two out"
+        )
+    if config.passes_ahead > 1 and config.stages == 1 and config.plan == "uniform":
+        raise InputError(
+            f"--passes-ahead {config.passes_ahead}: with --stages 1 no stage is ahead of another; "
+            "leave it out"
         )
     if config.row_way != "halo" and config.shards == 1:
         raise InputError(

@@ -15,6 +15,7 @@ from gnnpipe.planner.planner import (
     naming_plan,
     planner_named,
 )
+from gnnpipe.planner.time_to_target import find_plan_for_target
 from gnnpipe.planner.uniform import UniformPlanner
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "UniformPlanner",
     "check_plan",
     "find_plan",
+    "find_plan_for_target",
     "naming_plan",
     "planner_named",
 ]

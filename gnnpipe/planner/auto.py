@@ -53,7 +53,7 @@ EXACT_AFTER_JUMPS = 0.05
 def find_plan(space: SearchSpace) -> FoundPlan:
     """Return the fastest plan that fits; ``InputError`` if none does."""
     start_s = time.process_time()
-    shapes = sorted(_shapes(space), key=lambda shape: shape.least_s)
+    shapes = sorted(plan_shapes(space), key=lambda shape: shape.least_s)
     # The fastest plan of each shape that fits, the fastest shape first.
     fitting: dict[tuple[object, ...], Candidate] = {}
     refused: list[Candidate] = []
@@ -125,7 +125,7 @@ def _rounded(space: SearchSpace, found: Sequence[Candidate]) -> Candidate | None
 
 def every_candidate(space: SearchSpace) -> Iterator[Candidate]:
     """Yield the plans of all shapes and numbers of chunks, for comparison with the search."""
-    yield from (fitted(shape.planned(), shape.planned, space) for shape in _shapes(space))
+    yield from (fitted(shape.planned(), shape.planned, space) for shape in plan_shapes(space))
     for planned in _dag_candidates(space, _chunk_counts(space)):
         yield fitted(planned, planned.recomputing, space)
 
@@ -194,7 +194,7 @@ def _nothing_fits(space: SearchSpace, refused: Sequence[Candidate]) -> InputErro
 
 
 @dataclass(frozen=True)
-class _Shape:
+class PlanShape:
     """A candidate before its ops are assigned to stages."""
 
     space: SearchSpace
@@ -246,7 +246,7 @@ class _Shape:
         return Candidate(plan, self.devices, form, self.exact_form, dag, share)
 
 
-def _shapes(space: SearchSpace) -> Iterator[_Shape]:
+def plan_shapes(space: SearchSpace) -> Iterator[PlanShape]:
     """Yield all candidates, without regard to memory."""
     counts = _chunk_counts(space)
     # Equal devices have one workload and its costs in common, however many there are.
@@ -267,7 +267,7 @@ def _shapes(space: SearchSpace) -> Iterator[_Shape]:
                 for form in forms.values():
                     if split.can_cut(workload.num_vertices, form.chunks):
                         exact_form = forms[form.chunks, True]
-                        yield _Shape(space, chosen, parts, groups, form, exact_form)
+                        yield PlanShape(space, chosen, parts, groups, form, exact_form)
 
 
 def _dag_candidates(space: SearchSpace, counts: Sequence[tuple[int, bool]]) -> Iterator[Candidate]:

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from gnnpipe.perf.closed_form import ClosedForm
+from gnnpipe.perf.memory import estimate_memory
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.simulate import Timeline, simulate
 from gnnpipe.perf.unroll import program_tasks
@@ -67,6 +68,8 @@ class Candidate:
     exact_form: ClosedForm
     dag: StageDag
     exact_share: float
+    epochs: int = 1
+    """Epochs between two flushes, in a schedule that spans them."""
 
     @property
     def shape(self) -> tuple[int, str, int, str]:
@@ -102,15 +105,15 @@ class Candidate:
 
     @cached_property
     def program(self) -> CheckedProgram:
-        """The program of a usual epoch, with the forecast of stale rows."""
+        """The program up to a flush, usually of an epoch, with the forecast of stale rows."""
         work = self.form.workload
         buckets = gradient_buckets(work.model, self.plan, work.memory.number_bytes)
-        program = training_program(self.dag, buckets)
+        program = training_program(self.dag, buckets, epochs=self.epochs)
         return with_forecast(self.dag, program) if work.probes else program
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The simulated epoch; alike shards are simulated once."""
+        """The simulated program; alike shards are simulated once."""
         work, form = self.form.workload, self.form
         costs = ProfiledCosts(
             work.profile,
@@ -128,10 +131,15 @@ class Candidate:
         lanes = alike_shards(self.dag, work.cluster) if is_even else None
         return simulate(program_tasks(self.program, costs, lanes=lanes))
 
+    @property
+    def epoch_s(self) -> float:
+        """Time of a usual epoch by simulation."""
+        return self.timeline.makespan_s / self.epochs
+
     @cached_property
     def simulated_s(self) -> float:
         """Mean time of an epoch of the whole run by simulation."""
-        return self._mean_s(self.timeline.makespan_s)
+        return self._mean_s(self.epoch_s)
 
     @cached_property
     def memory_bytes(self) -> list[int]:
@@ -145,7 +153,27 @@ class Candidate:
     @cached_property
     def _bytes_by_share(self) -> list[Mapping[float, int]]:
         """Estimates of the ranks of each stage, by share."""
-        return [self.form.bytes_by_share(self.dag, i) for i in range(self.plan.num_stages)]
+        stages = range(self.plan.num_stages)
+        if self.program.steps_by_chunk:
+            return [self._bytes_in_flight(stage) for stage in stages]
+        return [self.form.bytes_by_share(self.dag, stage) for stage in stages]
+
+    def _bytes_in_flight(self, stage: int) -> Mapping[float, int]:
+        """Return the estimates of a stage that holds some chunks, and versions of its weights."""
+        work, program, own = self.form.workload, self.program, self.plan.stages[stage]
+        settings = replace(
+            work.memory,
+            is_exact=False,
+            in_flight=program.in_flight,
+            # Predicted weights: a copy of the real ones, where steps lie between F and B.
+            version_copies=tuple(int(max(gaps) > 0) for gaps in program.version_gaps),
+        )
+        found = {}
+        for share in dict.fromkeys(own.shares):
+            sizes = work.shard_sizes(share, own.shards, is_exact=False)
+            made = estimate_memory(self.dag, work.model, stage, sizes, settings)
+            found[share] = made.on_device
+        return found
 
     def _shard_bytes(self, stage: StagePlan, share: float) -> int:
         """Return the estimate of a rank of one of the stages, if it had this share."""

@@ -35,6 +35,8 @@ class FoundPlan:
     """Processor time of the search."""
     rounded: Candidate | None = None
     """The fastest plan found with rows in bf16, if the plan may not have these."""
+    by_target: tuple[str, ...] = ()
+    """Lines of a choice by the predicted time to a target."""
 
     @property
     def plan(self) -> Plan:
@@ -50,6 +52,7 @@ class FoundPlan:
         """Yield the plan, the reasons for it, and the memory that it needs, as text."""
         yield from self.plan_lines()
         yield from self.prediction_lines()
+        yield from self.by_target
         yield from self.search_lines()
         yield from self._memory_lines()
 
@@ -99,7 +102,7 @@ class FoundPlan:
     def prediction_lines(self) -> Iterator[str]:
         """Yield the time of an epoch and its critical path."""
         best, plan = self.best, self.plan
-        yield f"predicted: {best.timeline.makespan_s:.4g} s an epoch"
+        yield f"predicted: {best.epoch_s:.4g} s an epoch"
         name = task_place if plan.num_ranks <= SHOWN_RANKS else task_group
         path = list(critical_shares(best.timeline, name).items())[:4]
         yield "why: critical path " + ", ".join(f"{share:.0%} {place}" for place, share in path)
@@ -107,7 +110,7 @@ class FoundPlan:
     def search_lines(self) -> Iterator[str]:
         """Yield what the search compared: exact epochs, the runner-up, rows in bf16, its cost."""
         best = self.best
-        if best.timeline.makespan_s != best.simulated_s:
+        if best.epoch_s != best.simulated_s:
             yield f"with its exact epochs: {best.simulated_s:.4g} s an epoch on average"
         if self.runner_up is not None:
             slower = self.runner_up.simulated_s / best.simulated_s - 1

@@ -66,6 +66,8 @@ class PlanRequest:
     the largest number that will be asked for; called on all ranks."""
     prepared_with: Callable[[Plan], Any] | None = None
     """Prepares the run with another plan, whose steps can then be measured; on all ranks."""
+    why_not_async: str = ""
+    """Why the run cannot take optimizer steps without a drain; '' if it can."""
 
 
 class Planner(Protocol):

@@ -23,6 +23,7 @@ from torch import nn
 from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
+from gnnpipe.config.settings import BY_CHUNK_SETTINGS
 from gnnpipe.config.validation import check_timed
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
@@ -132,7 +133,7 @@ def _checked(config: TrainConfig) -> TrainConfig:
                 "it out"
             )
     defaults = TrainConfig()
-    for name in ("schedule", "steps_every", "weights"):
+    for name in BY_CHUNK_SETTINGS:
         if getattr(config, name) != getattr(defaults, name):
             raise InputError(
                 f"{flag(name)} {getattr(config, name)}: a profile serves every schedule; leave it "

@@ -26,6 +26,7 @@ from gnnpipe.planner import (
     SearchSpace,
     Shape,
     find_plan,
+    find_plan_for_target,
 )
 from gnnpipe.planner.auto import EXACT_AFTER_JUMPS
 from gnnpipe.planner.candidate import MAX_CHUNKS
@@ -46,7 +47,7 @@ from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.inputs import number_dtype, row_dtype, settled_config
 from gnnpipe.setup.memory_estimate import check_memory, memory_settings
 from gnnpipe.setup.prepare import training_programs
-from gnnpipe.setup.prepared import Prepared, chunk_order
+from gnnpipe.setup.prepared import Prepared, chunk_order, epochs_to_flush
 
 
 def _workload(
@@ -205,6 +206,15 @@ def _volume(config: TrainConfig, found: FoundPlan, shape: GraphShape, probes: in
     )
 
 
+def check_no_target(config: TrainConfig) -> None:
+    """``InputError`` for a choice by time to the target, which only a run makes."""
+    if config.plans_for_target:
+        raise InputError(
+            f"--target-metric {config.target_metric:g}: this command plans by the time of an epoch "
+            "alone; leave it out, or give it to gnnpipe train"
+        )
+
+
 @dataclass(frozen=True)
 class OfflinePlanner:
     """Planner that searches a plan for given devices, outside a run."""
@@ -213,6 +223,9 @@ class OfflinePlanner:
     hardware: Hardware
     found: list[FoundPlan] = field(default_factory=list)
     """The result, once there is one."""
+
+    def __post_init__(self) -> None:
+        check_no_target(self.config)
 
     def num_ranks(self, shape: Shape) -> int:
         """Returns the largest possible number of ranks."""
@@ -240,6 +253,8 @@ class RunPlanner:
     """Devices and links by rank; None: measured."""
     speeds: list[float] = field(default_factory=list)
     """Speed of each rank's device, once planned; empty if all are equal."""
+    kept_schedule: str = ""
+    """Schedule of a run that is planned anew; it trains as before."""
 
     def num_ranks(self, shape: Shape) -> int:
         """Returns the number of ranks of the world."""
@@ -253,7 +268,7 @@ class RunPlanner:
         limits = world.gather(rank_memory_bytes(world))
         if cluster is not None:
             limits = [device.memory_bytes for device in cluster.devices]
-        if world.world_size == 1 and not config.profile:
+        if world.world_size == 1 and not (config.profile or self._is_for_target):
             plain = self._found(request, Hardware(), limits, is_one_chunk=True)
             if plain is not None:
                 self.say("plan: 1 stage, 1 shard, 1 chunk: the fastest on one device, and it fits")
@@ -270,6 +285,11 @@ class RunPlanner:
             self.say(line)
         plan: Plan = world.share(None if found is None else found.plan)
         return plan
+
+    @property
+    def _is_for_target(self) -> bool:
+        """Whether plans with other optimizer steps are compared."""
+        return self.config.plans_for_target and self.kept_schedule in ("", "async")
 
     def _found(
         self,
@@ -291,7 +311,11 @@ class RunPlanner:
         # If the plan leaves ranks out, the first ones stay.
         space = replace(space, in_order=True)
         try:
-            return find_plan(space)
+            if not self._is_for_target:
+                return find_plan(space)
+            epochs = epochs_to_flush(self.config, MAX_CHUNKS, 0, self.config.epochs)
+            is_kept = self.kept_schedule == "async"
+            return find_plan_for_target(space, epochs, request.why_not_async, is_kept)
         except InputError:
             if is_one_chunk:
                 return None
@@ -385,7 +409,9 @@ def run_planner(
             return kept
         config = settled_config(config, kept.given)  # what changes results stays
     is_quiet = config.quiet or world.rank > 0
-    return RunPlanner(config, world, (lambda line: None) if is_quiet else say, cluster)
+    schedule = "" if kept is None else kept.given.schedule
+    tell = (lambda line: None) if is_quiet else say
+    return RunPlanner(config, world, tell, cluster, kept_schedule=schedule)
 
 
 def check_search(config: TrainConfig, plan: Plan | None, given: Mapping[str, bool]) -> None:

@@ -45,6 +45,7 @@ from gnnpipe.profiling.scenario import (
 )
 from gnnpipe.profiling.search import (
     OfflinePlanner,
+    check_no_target,
     scenario_of_found,
     search_space,
     workload_of_shape,
@@ -228,6 +229,7 @@ def _simulate_found(
     shape: GraphShape | None,
 ) -> Simulation:
     """Searches a plan and simulates it."""
+    check_no_target(config)
     given = detached_copy(model)
     if shape is not None:
         described = model_on_shape(config, shape, given)

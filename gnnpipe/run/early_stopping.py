@@ -8,7 +8,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gnnpipe.config import TrainConfig
+from gnnpipe.tasks.loss import ERRORS
 from gnnpipe.tasks.scoring import Scores
+
+
+def target_is_reached(config: TrainConfig, scores: Scores | None) -> bool:
+    """Return whether an evaluation has reached ``--target-metric``; ``scores``: ``None``: none."""
+    if config.target_metric is None or scores is None:
+        return False
+    if config.metric in ERRORS:
+        return scores.val_metric <= config.target_metric
+    return scores.val_metric >= config.target_metric
 
 
 class BestEpoch:

@@ -45,7 +45,8 @@ class RunResult:
     chunks: int
     world_size: int
     epochs: int
-    """Number of epochs trained; less than ``--epochs`` if patience ran out."""
+    """Number of epochs trained; less than ``--epochs`` if patience ran out or
+    the target was reached."""
     seed: int
     exact: bool
     """Whether no epoch of the run read a stale row."""

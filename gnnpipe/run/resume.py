@@ -18,15 +18,18 @@ from gnnpipe.checkpoint.reader import StoredCheckpoint
 from gnnpipe.checkpoint.retention import has_unfinished, newest_whole
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
+from gnnpipe.config.settings import BY_CHUNK_SETTINGS
 from gnnpipe.errors import InputError
 from gnnpipe.files import like_run_in, read_text
 from gnnpipe.perf import CommVolume
 from gnnpipe.planner import PLANNERS
+from gnnpipe.run.early_stopping import target_is_reached
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.run.metrics_csv import EpochRow, rows_of
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.setup.user_model import absolute_name
+from gnnpipe.tasks.loss import ERRORS
 from gnnpipe.tasks.scoring import Scores
 
 NOTE = ".launch.json"
@@ -133,7 +136,7 @@ def resumed_config(run: str | Path, changes: Mapping[str, Any] | None = None) ->
         values["plan"] = str(own_plan) if own_plan.exists() else values["plan"]
     if changes.get("plan", "uniform") != "uniform":
         # The shape of the run so far; the new plan has one of its own.
-        for name in ("stages", "shards", "chunks", "row_way", "schedule", "steps_every", "weights"):
+        for name in ("stages", "shards", "chunks", "row_way", *BY_CHUNK_SETTINGS):
             values.pop(name, None)
     if changes.get("plan") == "auto":
         values.pop("profile", None)  # speeds are measured anew
@@ -190,8 +193,8 @@ class Start:
         )
 
     def is_over(self, config: TrainConfig) -> bool:
-        """Return whether the run has ended, by epochs or by patience."""
-        return self.epoch >= config.epochs or patience_is_out(config, self.rows, self.best)
+        """Return whether the run has ended: all epochs are done, or a setting has stopped it."""
+        return self.epoch >= config.epochs or bool(stopped_by(config, self.rows, self.best))
 
     def check(self, identity: Mapping[str, Any]) -> None:
         """Raise ``InputError`` if the graph or the model differ from those of the run."""
@@ -258,13 +261,21 @@ def cut_of(prepared: Prepared) -> dict[str, Any]:
     return {"chunks": chunking.chunks, "shards": chunking.shards, "digest": f"{digest:08x}"}
 
 
-def patience_is_out(
+def stopped_by(
     config: TrainConfig, rows: Sequence[EpochRow], best: tuple[int, Scores] | None
-) -> bool:
-    """Return whether the last epoch was evaluated and the best one is ``--patience`` epochs ago."""
-    if not config.patience or best is None or rows[-1].scores is None:
-        return False
-    return rows[-1].epoch - best[0] >= config.patience
+) -> str:
+    """Return the setting that ends the run after the last of ``rows``; '' if none does.
+
+    The last epoch was evaluated, and has reached ``--target-metric``, or the best one is
+    ``--patience`` epochs ago.
+    """
+    if rows[-1].scores is None:
+        return ""
+    if target_is_reached(config, rows[-1].scores):
+        return f"--target-metric {config.target_metric:g}"
+    if config.patience and best is not None and rows[-1].epoch - best[0] >= config.patience:
+        return f"--patience {config.patience}"
+    return ""
 
 
 def find_start(run: Path, config: TrainConfig, world: World, needs_one: bool) -> FoundStart:
@@ -320,8 +331,9 @@ def _reason_against(
     has_ended = (run / "result.json").exists() or start.rows[-1].scores is None
     if not (has_ended and start.is_over(config)):
         return ""
-    if start.epoch < config.epochs:
-        return f"--patience {config.patience} has stopped the run; try more"
+    setting = stopped_by(config, start.rows, start.best)
+    if setting and start.epoch < config.epochs:
+        return f"{setting} has stopped the run; try {'less' if config.metric in ERRORS else 'more'}"
     return (
         f"{start.epoch} epochs are done, --epochs is {config.epochs}; try --epochs "
         f"{2 * start.epoch}"

@@ -17,7 +17,7 @@ from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.checkpoint.retention import newest_epoch, newest_whole
 from gnnpipe.checkpoint.state import BEST, WEIGHT
 from gnnpipe.config import TrainConfig
-from gnnpipe.config.settings import PREDICTION_SETTINGS
+from gnnpipe.config.settings import BY_CHUNK_SETTINGS, PREDICTION_SETTINGS
 from gnnpipe.data.labels import is_known
 from gnnpipe.data.load import configured_graph, unlabelled_graph
 from gnnpipe.errors import InputError
@@ -167,11 +167,10 @@ def _config(own: TrainConfig, num_ranks: int, changes: Mapping[str, Any]) -> Tra
         "on_nan": "stop",
         "predict": False,
         "patience": 0,
+        "target_metric": None,
         "keep_weights": "last",
         "lr_schedule": "constant",
-        "schedule": "fill-drain",
-        "steps_every": None,
-        "weights": "predict",
+        **{name: getattr(TrainConfig, name) for name in BY_CHUNK_SETTINGS},
     }
     shape = ("stages", "shards", "chunks")
     if num_ranks == 1:

@@ -235,7 +235,7 @@ def _check_in_flight(stage: int, forward: Times, backward: Times, program: Progr
         raise ProgramError(
             f"--chunks {program.chunks}: stage {stage} works on {most} chunks at once, so that the "
             f"next epoch would reach a chunk before its backward; try --chunks {4 * most}, or "
-            "fewer --stages"
+            "fewer --stages or --passes-ahead"
         )
     return most
 

@@ -30,6 +30,7 @@ def training_program(
     schedule: str = "",
     epochs: int = 1,
     steps_every: int | None = None,
+    passes_ahead: int = 1,
 ) -> CheckedProgram:
     """Return the checked program from one flush to the next.
 
@@ -41,6 +42,7 @@ def training_program(
         epochs: Epochs until the flush; more than 1 if the schedule ``spans_epochs``.
         steps_every: Chunks per optimizer step, which divide K, in a schedule with steps by chunk;
             default: by the schedule.
+        passes_ahead: Forward passes by which a stage is ahead of the next one, in 1F1B.
     """
     plan, name = dag.plan, schedule or dag.plan.schedule
     rule = SCHEDULES[name]
@@ -48,7 +50,7 @@ def training_program(
     stages = []
     for stage, num_steps in enumerate(dag.steps):
         distance = dag.distances[stage]
-        work = StageWork(stage, num_steps, plan.chunks, epochs, every, distance)
+        work = StageWork(stage, num_steps, plan.chunks, epochs, every, passes_ahead, distance)
         bucket_starts = buckets[stage] if buckets else (0,)
         stages.append(tuple(_lower_stage(dag, rule, work, bucket_starts)))
     consistency = rule.consistency
@@ -107,7 +109,9 @@ def _lower_stage(
     if has_sums:
         windows = [_split_last(w, bucket_starts) if w else w for w in windows]
     every_pass = [a for window in windows for a in window]
-    with_messages = iter(_with_messages(dag, every_pass, work.num_steps, rule.interleaves))
+    # More passes ahead are for slow messages, which also need an earlier receive.
+    ahead = min(work.passes_ahead, 2) if rule.interleaves else 0
+    with_messages = iter(_with_messages(dag, every_pass, work.num_steps, ahead))
     found: list[Action] = []
     for number, window in enumerate(windows):
         actions = [a for part in islice(with_messages, len(window)) for a in part]
@@ -143,12 +147,13 @@ def _with_sums(actions: list[Action], num_steps: int, bucket_starts: Sequence[in
 
 
 def _with_messages(
-    dag: StageDag, compute: Sequence[Action], num_steps: int, interleaves: bool = False
+    dag: StageDag, compute: Sequence[Action], num_steps: int, ahead: int = 0
 ) -> list[list[Action]]:
     """Return each action with the receives to post before it and the sends after it.
 
-    A receive is posted one action before the first step of its pass: of the same kind, unless the
-    schedule ``interleaves`` both kinds.
+    A receive is posted ``ahead`` actions before the first step of its pass, of both kinds; with 0,
+    one action before if this is of the same kind. Two actions of both kinds take as long as a pass
+    of forward and backward, and no link keeps up with a slower message.
     """
     before: list[list[Action]] = [[] for _ in compute]
     after: list[list[Action]] = [[] for _ in compute]
@@ -160,8 +165,8 @@ def _with_messages(
         receive = ActionKind.RECEIVE_FORWARD if is_forward else ActionKind.RECEIVE_BACKWARD
         send = ActionKind.SEND_FORWARD if is_forward else ActionKind.SEND_BACKWARD
         if a.is_first(num_steps):
-            is_ahead = index > 0 and (interleaves or compute[index - 1].kind is a.kind)
-            before[index - is_ahead] += [
+            repeats = index > 0 and compute[index - 1].kind is a.kind
+            before[index - (min(ahead, index) if ahead else repeats)] += [
                 Action(receive, a.stage, a.position, peer=peer) for peer in sources
             ]
         if a.is_last(num_steps):

@@ -26,6 +26,8 @@ class StageWork:
     """More than 1 only for a schedule that ``spans_epochs``."""
     steps_every: int = 1
     """Passes per optimizer step, in a schedule with steps by chunk."""
+    passes_ahead: int = 1
+    """Forward passes by which a stage is ahead of the next one, in 1F1B."""
     distance: int = 0
     """Number of stages behind this one on the longest path of transfers to a last stage."""
 
@@ -107,8 +109,10 @@ class OneForwardOneBackward(Schedule):
     """Alternates forward and backward passes (1F1B, PipeDream-Flush, arXiv 2006.09503).
 
     A stage with d stages behind it runs d forward passes first, then one forward and one backward
-    pass in turn, so that at most d + 1 chunks are in flight. Gradients stay in their chunk, and the
-    stages are drained before each optimizer step: every pass computes with the newest weights.
+    pass in turn, so that at most d + 1 chunks are in flight. With a d passes first, a
+    ``passes_ahead``, at most a d + 1: then a message may take (a - 1) / 2 of a pass of forward and
+    backward, and no stage waits for it. Gradients stay in their chunk, and the stages are drained
+    before each optimizer step: every pass computes with the newest weights.
     """
 
     consistency = Consistency(max_stale_epochs=1, optimizer_steps=None)
@@ -133,7 +137,7 @@ class Asynchronous(OneForwardOneBackward):
     """1F1B without a drain before optimizer steps (PipeDream, arXiv 1806.03377).
 
     Between forward and backward of a pass, a stage with d stages behind it makes up to d optimizer
-    steps (with one step a chunk).
+    steps (with one step a chunk, and one pass ahead of the next stage).
     """
 
     consistency = Consistency(max_stale_epochs=1, max_versions_behind=None, optimizer_steps=None)
@@ -159,7 +163,7 @@ def one_forward_one_backward(work: StageWork, passes: range) -> list[Action]:
     """Return the F and B actions of consecutive passes, from the fill to the drain."""
     forward = whole_chunks(work.stage, work.num_steps, passes)
     backward = [Action(ActionKind.BACKWARD, a.stage, a.position, a.steps) for a in forward]
-    warm_up = min(work.distance, len(passes))
+    warm_up = min(work.distance * work.passes_ahead, len(passes))
     steady = zip(forward[warm_up:], backward, strict=False)
     return [
         *forward[:warm_up],

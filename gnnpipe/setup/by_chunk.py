@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from gnnpipe.config import TrainConfig
+from gnnpipe.config.validation import check_schedule, check_staleness
 from gnnpipe.errors import InputError
 from gnnpipe.models import Model
+from gnnpipe.optim.optimizers import OptimizerChoice
+from gnnpipe.optim.predicted_step import check_predictable
 from gnnpipe.plan import Plan, StageDag
+from gnnpipe.planner.candidate import MAX_CHUNKS
 from gnnpipe.schedule import SCHEDULES, CheckedProgram, training_program
 from gnnpipe.setup.inputs import edges_are_random
 from gnnpipe.setup.prepared import MOST_EPOCHS, epochs_to_flush
@@ -25,6 +31,26 @@ def check_edges(plan: Plan, model: Model) -> None:
         )
 
 
+def why_not_async(config: TrainConfig, model: Model, optimizer: OptimizerChoice | None) -> str:
+    """Returns why a search may not choose the schedule async; '' if it may.
+
+    A search has the default ``--weights``. What a function ``optimizer`` returns is not known yet.
+    """
+    if edges_are_random(model):
+        return "the model draws other edges in every epoch"
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if optimizer is None:
+        kind = getattr(torch.optim, config.optimizer)
+    try:
+        check_staleness(config, MAX_CHUNKS, "async")
+        check_schedule(config, MAX_CHUNKS, "async")
+        if issubclass(kind, torch.optim.Optimizer):
+            check_predictable(kind, f"--weights {config.weights}")
+    except InputError as error:
+        return str(error)
+    return "--recompute: backward would have other weights" if config.recompute else ""
+
+
 def program_by_chunk(
     config: TrainConfig, dag: StageDag, buckets: Sequence[Sequence[int]]
 ) -> CheckedProgram:
@@ -32,10 +58,16 @@ def program_by_chunk(
 
     ``InputError`` if a setting does not fit its version gaps.
     """
-    plan, every = dag.plan, config.steps_every
+    plan = dag.plan
     spans = SCHEDULES[plan.schedule].spans_epochs
     epochs = epochs_to_flush(config, plan.chunks, 0, MOST_EPOCHS) if spans else 1
-    found = training_program(dag, buckets, epochs=epochs, steps_every=every)
+    found = training_program(
+        dag,
+        buckets,
+        epochs=epochs,
+        steps_every=config.steps_every,
+        passes_ahead=config.passes_ahead,
+    )
     if config.weights == "2bw" and found.largest_gap > 1:
         raise InputError(
             f"--weights 2bw: a stage makes up to {found.largest_gap} optimizer steps between "

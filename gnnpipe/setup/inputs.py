@@ -29,7 +29,7 @@ from gnnpipe.perf.memory import human_bytes
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.user_model import is_user_model, load_maker, make_user_model
-from gnnpipe.tasks.loss import LossFn, has_both, has_labels, validation_labels
+from gnnpipe.tasks.loss import ERRORS, LossFn, has_both, has_labels, validation_labels
 from gnnpipe.tasks.scoring import hits_k, is_ranking
 
 
@@ -187,11 +187,23 @@ def check_validation(
     reason = why_not_validated(graph, metric)
     for given, is_set in (
         (f"--patience {config.patience}", config.patience > 0),
+        (f"--target-metric {config.target_metric}", config.target_metric is not None),
         ("--keep-weights best", config.kept_epoch == "best"),
         ("--lr-schedule plateau", config.lr_schedule == "plateau"),
     ):
         if is_set and reason:
             raise InputError(f"{given}: {reason}")
+    _check_target(config.target_metric, metric)
+
+
+def _check_target(target: float | None, metric: str) -> None:
+    """``InputError`` for a value that the metric of a useful model cannot have."""
+    if target is None:
+        return
+    is_above = target > 1 and metric not in ERRORS
+    if is_above or (target <= 0 and metric != "r2"):
+        allowed = "more than 0" if metric in ERRORS else "at most 1" if is_above else "more than 0"
+        raise InputError(f"--target-metric {target:g}: must be {allowed} for {metric}")
 
 
 def why_not_validated(graph: Graph, metric: str) -> str:

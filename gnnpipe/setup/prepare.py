@@ -57,7 +57,7 @@ from gnnpipe.schedule import (
     training_program,
     with_forecast,
 )
-from gnnpipe.setup.by_chunk import check_edges, program_by_chunk
+from gnnpipe.setup.by_chunk import check_edges, program_by_chunk, why_not_async
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import (
     check_parts,
@@ -336,6 +336,7 @@ def _plan(inputs: _Inputs, planner: Planner) -> Plan:
             reason != "",
             _HaloCounts(inputs).at,
             measurable,
+            why_not_async(config, inputs.model, inputs.optimizer),
         )
     )
     if reason and (plan.chunks > 1 or plan.recomputes):

@@ -16,6 +16,7 @@ from torch import Tensor
 from gnnpipe.capture import RecordedModel
 from gnnpipe.capture.link_decoder import without_pairs
 from gnnpipe.config import StalenessSettings, TrainConfig
+from gnnpipe.config.settings import BY_CHUNK_SETTINGS
 from gnnpipe.graph.chunking import Chunking, renumber
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.quality import CutQuality
@@ -151,8 +152,13 @@ class Prepared:
         """Return the program of some usual epochs up to a flush."""
         if epochs not in self._programs:
             buckets = gradient_buckets(self.model_graph, self.plan, self.dtype.itemsize)
-            every = self.config.steps_every
-            made = training_program(self.dag, buckets, epochs=epochs, steps_every=every)
+            made = training_program(
+                self.dag,
+                buckets,
+                epochs=epochs,
+                steps_every=self.config.steps_every,
+                passes_ahead=self.config.passes_ahead,
+            )
             self._programs[epochs] = made
         return self._programs[epochs]
 
@@ -162,16 +168,11 @@ class Prepared:
 
         The times of rows and edges do not depend on the order of the passes.
         """
-        plan = replace(self.plan, schedule="fill-drain")
+        defaults = {name: getattr(TrainConfig, name) for name in BY_CHUNK_SETTINGS}
+        config = replace(self.config, staleness="none", **defaults)
+        plan = replace(self.plan, schedule=config.schedule)
         dag = StageDag.of(plan, self.model_graph)
         buckets = gradient_buckets(self.model_graph, plan, self.dtype.itemsize)
-        config = replace(
-            self.config,
-            staleness="none",
-            schedule="fill-drain",
-            steps_every=None,
-            weights="predict",
-        )
         program = training_program(dag, buckets)
         return replace(self, config=config, dag=dag, program=program)
 

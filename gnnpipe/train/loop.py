@@ -21,20 +21,12 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, InputError, StoppedError
 from gnnpipe.files import how_to_write
 from gnnpipe.optim.lr_schedule import LearningRate, SchedulerFactory
-from gnnpipe.run.early_stopping import BestEpoch
+from gnnpipe.run.early_stopping import BestEpoch, target_is_reached
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.run.folder import RunFolder
 from gnnpipe.run.metrics_csv import EpochRow, measure_staleness
 from gnnpipe.run.progress import Progress
-from gnnpipe.run.resume import (
-    METRICS,
-    STATE,
-    Start,
-    cut_of,
-    find_start,
-    patience_is_out,
-    state_text,
-)
+from gnnpipe.run.resume import METRICS, STATE, Start, cut_of, find_start, state_text, stopped_by
 from gnnpipe.run.signals import SIGINT, Stopping
 from gnnpipe.run.straggler import StragglerWatch
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -42,6 +34,7 @@ from gnnpipe.setup.build import RankRuntime
 from gnnpipe.setup.inputs import check_rate_lasts, why_not_validated
 from gnnpipe.setup.prepared import Prepared, epochs_to_flush
 from gnnpipe.tasks.loss import ERRORS
+from gnnpipe.tasks.scoring import Scores
 from gnnpipe.train.diagnose import check_same_weights, find_fault
 from gnnpipe.train.evaluate import evaluate, train_epochs
 
@@ -140,16 +133,16 @@ class Loop:
         if start.cut["chunks"] != cut_of(self.prepared)["chunks"]:
             known = ((), start.was_faulty, False)
         self._exact_epochs = ExactEpochs(self.prepared, *known)
-        self._is_over = patience_is_out(self.config, self.rows, start.best)
+        self._is_over = bool(stopped_by(self.config, self.rows, start.best))
         if start.stored.path.parents[1] == self.path:
             self._saved_epoch = start.epoch
 
     @property
-    def has_no_patience(self) -> bool:
-        """Whether ``--patience`` ends training after the epochs so far."""
+    def stopped_by(self) -> str:
+        """The setting that ends training after the epochs so far; '' if none does."""
         scores = self.best.scores
         best = None if scores is None else (self.best.epoch, scores)
-        return patience_is_out(self.config, self.rows, best)
+        return stopped_by(self.config, self.rows, best)
 
     def extend(self, last_epoch: int, progress: Progress) -> None:
         """Makes this loop, which has ended, ready to train up to epoch ``last_epoch``."""
@@ -164,7 +157,7 @@ class Loop:
         self._learning_rate.restart(factor, map(_val_metric, self.rows))
 
     def run(self, stopping: Stopping) -> None:
-        """Trains up to the last epoch, or until patience runs out.
+        """Trains up to the last epoch, to the target, or until patience runs out.
 
         Raises:
             StoppedError: SIGTERM or the time limit.
@@ -179,11 +172,12 @@ class Loop:
             self.sent_bytes = [int(n) for n in self.mesh.sum([float(n) for n in sent])]
             self._save_or_stop(stopping)
         self._evaluate_last()  # a checkpoint may be of a later epoch than the last one
+        self._tell_missed_target()
 
     def _train_to_flush(self, epoch: int) -> bool:
         """Trains from ``epoch`` (from 0) to the next flush, and evaluates if an evaluation is due.
 
-        Usually this is one epoch. Returns whether patience has run out.
+        Usually this is one epoch. Returns whether the run ends before its last epoch.
         """
         config, mesh, executor = self.config, self.mesh, self.rank_runtime.executor
         start = time.perf_counter()
@@ -231,13 +225,20 @@ class Loop:
             of_scores = (scores, eval_time_s) if at_flush else (None, 0.0)
             self._add(EpochRow(number + 1, loss, of_scores[0], time_s, of_scores[1], rate, one))
         self._learning_rate.step(_val_metric(self.rows[-1]))
-        is_over = scores is not None and self.best.see(self.rows[-1].epoch, scores) and not last
-        if is_over:
-            self.progress.say(
-                f"stopped after epoch {self.rows[-1].epoch}: validation {self.prepared.metric} has "
-                f"not become better since epoch {self.best.epoch}"
-            )
-        return is_over
+        return self._ends_early(scores) and not last
+
+    def _ends_early(self, scores: Scores | None) -> bool:
+        """Returns whether the evaluation of the last epoch, if there was one, ends the run."""
+        row, reason = self.rows[-1], ""
+        has_no_patience = scores is not None and self.best.see(row.epoch, scores)
+        if target_is_reached(self.config, scores):
+            reason = f"has reached --target-metric {self.config.target_metric:g}"
+        elif has_no_patience:
+            reason = f"has not become better since epoch {self.best.epoch}"
+        if reason and row.epoch < self.last_epoch:
+            what = f"validation {self.prepared.metric} {reason}"
+            self.progress.say(f"stopped after epoch {row.epoch}: {what}")
+        return bool(reason)
 
     def _add(self, row: EpochRow) -> None:
         """Adds and writes the row of an epoch that has ended, and calls the callbacks."""
@@ -304,6 +305,16 @@ class Loop:
         self.best.see(row.epoch, scores)
         if self.folder is not None:
             self.folder.rewrite(self.rows)
+
+    def _tell_missed_target(self) -> None:
+        """Says so if a run that has ended did not reach its target."""
+        target, best, row = self.config.target_metric, self.best, self.rows[-1]
+        if target is None or best.scores is None or target_is_reached(self.config, row.scores):
+            return
+        self.progress.say(
+            f"--target-metric {target:g}: not reached in {row.epoch} epochs; the best validation "
+            f"{self.prepared.metric} is {best.scores.val_metric:.4g}, of epoch {best.epoch}"
+        )
 
     def interrupted(self) -> str:
         """Returns how to continue after an interrupt."""

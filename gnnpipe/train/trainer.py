@@ -65,7 +65,7 @@ from gnnpipe.setup.layer_output import without_labels
 from gnnpipe.setup.prepare import join_world, prepare, warn_of_stale_rows
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.setup.user_model import absolute_name
-from gnnpipe.tasks.loss import LossFn
+from gnnpipe.tasks.loss import ERRORS, LossFn
 from gnnpipe.tasks.scoring import Scores
 from gnnpipe.train.evaluate import evaluate, predicted_rows
 from gnnpipe.train.loop import Loop
@@ -333,10 +333,10 @@ class Trainer:
         # A restart by torchrun may have begun at a checkpoint of a later call.
         done = 0 if loop is None else min(len(loop.rows), loop.last_epoch)
         last_epoch = last_epoch_of(config, epochs, done, self._scheduler is not None)
-        if loop is not None and loop.has_no_patience:
+        if loop is not None and (setting := loop.stopped_by):
             raise InputError(
-                f"--patience {config.patience}: has stopped the run after epoch {done}; go on with "
-                "more: Trainer(..., resume=RUN)"
+                f"{setting}: has stopped the run after epoch {done}; go on with "
+                f"{'less' if config.metric in ERRORS else 'more'}: Trainer(..., resume=RUN)"
             )
         return last_epoch
 

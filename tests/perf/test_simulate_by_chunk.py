@@ -18,8 +18,10 @@ from gnnpipe.profiling.simulate import simulate as simulate_command
 from gnnpipe.schedule import training_program
 
 
-def simulated(dag, epochs=1, steps_every=None, **costs):
-    program = training_program(dag, epochs=epochs, steps_every=steps_every)
+def simulated(dag, epochs=1, steps_every=None, passes_ahead=1, **costs):
+    program = training_program(
+        dag, epochs=epochs, steps_every=steps_every, passes_ahead=passes_ahead
+    )
     costs = StatedCosts(**costs, shards=dag.plan.most_shards)
     return program, simulate(program_tasks(program, costs))
 
@@ -48,6 +50,25 @@ def test_the_bubble_between_flushes_is_small():
     assert bubble("async", 10, update_time_s=0.1, link_time_s=0.02, sync_time_s=0.5) <= 0.02
     assert bubble("fill-drain", 1) == pytest.approx(3 / 35)
     assert bubble("async", 1) == pytest.approx(3 / 35)
+
+
+@pytest.mark.parametrize("stages", [4, 8])
+def test_more_passes_ahead_hide_messages(stages):
+    """A message of (a - 1) / 2 of a pass costs its fill and drain alone; a longer one does not."""
+    steps, one_pass = 3, 9.0  # of each stage; forward 1 and backward 2 per step
+
+    def makespan(message_s, ahead):
+        dag = chain(stages, 32, "async")
+        _, timeline = simulated(dag, epochs=10, passes_ahead=ahead, link_time_s=message_s)
+        return timeline.makespan_s
+
+    assert simulated(chain(stages, 32, "async"))[0].num_steps == (steps,) * stages
+    free = makespan(0.0, 1)
+    for message_s, ahead in ((one_pass / 18, 2), (one_pass / 2, 2), (one_pass, 3)):
+        assert makespan(0.0, ahead) == pytest.approx(free)
+        fill = 2 * (stages - 1) * message_s
+        assert makespan(message_s, ahead) <= free + fill + 1e-9
+        assert makespan(message_s, ahead - 1) > free + 4 * fill
 
 
 def test_stages_step_alone_and_wait_at_the_flush_only():

@@ -49,10 +49,14 @@ def gone_on_with(out):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["predict", "stash"])
-@pytest.mark.parametrize("shards", [1, 2])
-def test_stopped_at_a_flush_and_gone_on_with_is_the_same_to_the_bit(policy, shards, tmp_path):
-    settings = RUN | {"weights": policy, "shards": shards}
+@pytest.mark.parametrize(
+    ("policy", "shards", "ahead"),
+    [("predict", 1, 1), ("predict", 2, 1), ("stash", 1, 1), ("stash", 2, 1), ("predict", 1, 3)],
+)
+def test_stopped_at_a_flush_and_gone_on_with_is_the_same_to_the_bit(
+    policy, shards, ahead, tmp_path
+):
+    settings = RUN | {"weights": policy, "shards": shards, "passes_ahead": ahead}
     whole, out = str(tmp_path / "whole"), str(tmp_path / "out")
     run_ranks(trained, 2 * shards, whole, settings)
     run_ranks(stopped, 2 * shards, out, settings, 6)

@@ -92,8 +92,11 @@ def join(values, w, one):
     return loss_of(F.linear(x, w["out.weight"], w["out.bias"]), one)
 
 
-def reference_of(prepared, graph, stages, distances, policy, optimizer, every):
-    """The reference, and a function that trains an epoch's passes up to a flush."""
+def reference_of(prepared, graph, stages, leads, policy, optimizer, every):
+    """The reference, and a function that trains an epoch's passes up to a flush.
+
+    ``leads``: by stage, forward passes before the first backward.
+    """
     chunk = torch.from_numpy(prepared.chunking.chunk_of_row()[prepared.chunking.inverse])
     parts = [(chunk == c).nonzero()[:, 0] for c in range(CHUNKS)]
     data = {
@@ -113,7 +116,7 @@ def reference_of(prepared, graph, stages, distances, policy, optimizer, every):
     def run(first, last):
         walk = [(e, int(c)) for e in range(first, last) for c in prepared.chunk_order(e)]
         reference.scale_of = step_means(walk, every, counts)
-        reference.run(one_f_one_b(distances, len(walk), every), walk)
+        reference.run(one_f_one_b(leads, len(walk), every), walk)
         by_epoch = [0.0] * (last - first)
         for number, loss in reference.losses.items():
             by_epoch[number // CHUNKS] += loss
@@ -122,7 +125,7 @@ def reference_of(prepared, graph, stages, distances, policy, optimizer, every):
     return reference, run
 
 
-def difference(stages, shards, policy, optimizer, every, is_fork=False):
+def difference(stages, shards, policy, optimizer, every, is_fork=False, ahead=1):
     """Largest difference of losses and weights; runs on every rank."""
     mesh = Mesh.join(stages, shards)
     graph = small_graph(40, directed=True)
@@ -134,6 +137,7 @@ def difference(stages, shards, policy, optimizer, every, is_fork=False):
         epochs=EPOCHS,
         eval_every=EVERY,
         steps_every=every,
+        passes_ahead=ahead,
         lr=LR,
         lr_schedule="cosine",
         optimizer=optimizer,
@@ -168,7 +172,9 @@ def difference(stages, shards, policy, optimizer, every, is_fork=False):
         reading = reads if is_fork and number == 2 else {"x": number - 1}
         reading = {} if number == 0 or (is_fork and number < 2) else reading
         ref_stages.append(RefStage(function, own, reading))
-    reference, run = reference_of(prepared, graph, ref_stages, distances, policy, optimizer, every)
+    assert prepared.program.in_flight == tuple(ahead * d + 1 for d in distances)
+    leads = [ahead * d for d in distances]
+    reference, run = reference_of(prepared, graph, ref_stages, leads, policy, optimizer, every)
     losses = [row.loss for row in trainer.fit().history]
     truth = [*run(0, 2), *run(2, 4), *run(4, 5)]
     found = [abs(a - b) for a, b in zip(losses, truth, strict=True)]
@@ -217,6 +223,23 @@ def test_a_hybrid_of_stages_and_shards():
 @pytest.mark.parametrize("policy", ["predict", "stash"])
 def test_a_stage_dag(policy):
     assert max(run_ranks(difference, 3, 3, 1, policy, "Adam", 1, True)) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "shards", "policy", "is_fork", "ahead"),
+    [
+        (3, 1, "predict", False, 2),
+        (3, 1, "stash", False, 2),
+        (2, 1, "spectrain", False, 5),
+        (4, 2, "predict", False, 3),
+        (3, 1, "predict", True, 2),
+    ],
+)
+def test_more_passes_ahead(ranks, shards, policy, is_fork, ahead):
+    stages = ranks // shards
+    settings = (stages, shards, policy, "Adam", 1, is_fork, ahead)
+    assert max(run_ranks(difference, ranks, *settings)) < 1e-9
 
 
 @pytest.mark.slow

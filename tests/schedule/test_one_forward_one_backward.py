@@ -58,6 +58,20 @@ def test_gaps_and_chunks_in_flight_of_a_chain():
     assert training_program(chain(4, 8, "1f1b")).in_flight == (4, 3, 2, 1)
 
 
+def test_passes_ahead_multiply_gaps_and_chunks_in_flight():
+    program = training_program(chain(3, 8, "async"), epochs=2, passes_ahead=3)
+    assert program.in_flight == (7, 4, 1)
+    assert [max(gaps) for gaps in program.version_gaps] == [6, 3, 0]
+    drained = training_program(chain(3, 8, "1f1b"), steps_every=4, passes_ahead=2)
+    assert drained.in_flight == (4, 3, 1)
+    assert drained.largest_gap == 0
+    # The receive for a pass comes two passes of either kind before it.
+    words = training_program(chain(2, 4, "async"), passes_ahead=2).text().splitlines()[1].split()
+    assert words.index("1RECV_F2<0") < words.index("1F1") < words.index("1B1") < words.index("1F2")
+    with pytest.raises(ProgramError, match="stage 0 works on 7 chunks at once"):
+        training_program(chain(4, 6, "async"), epochs=2, passes_ahead=2)
+
+
 def test_exact_only_with_one_chunk_and_no_gap():
     assert training_program(chain(3, 1, "1f1b")).is_exact
     assert training_program(chain(1, 1, "async"), epochs=5).is_exact
@@ -78,8 +92,8 @@ def longest_path_behind(dag, stage):
 
 
 @settings(deadline=None, max_examples=80)
-@given(dags(), st.sampled_from(BY_CHUNK), st.integers(1, 3), st.data())
-def test_programs_are_proved_for_any_stage_dag(dag, schedule, epochs, data):
+@given(dags(), st.sampled_from(BY_CHUNK), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_programs_are_proved_for_any_stage_dag(dag, schedule, epochs, ahead, data):
     dag = with_schedule(dag, schedule)
     chunks, is_async = dag.plan.chunks, schedule == "async"
     every = data.draw(st.sampled_from([n for n in range(1, chunks + 1) if chunks % n == 0]))
@@ -87,12 +101,12 @@ def test_programs_are_proved_for_any_stage_dag(dag, schedule, epochs, data):
     buckets = [tuple(range(0, n, 2)) for n in dag.steps]
     distances = [longest_path_behind(dag, stage) for stage in range(len(dag.steps))]
     window = epochs * chunks if is_async else every
-    expected = tuple(min(d + 1, window) for d in distances)
+    expected = tuple(min(ahead * d + 1, window) for d in distances)
     if epochs > 1 and max(expected) > chunks:
         with pytest.raises(ProgramError, match="chunks at once"):
-            training_program(dag, buckets, epochs=epochs, steps_every=every)
+            training_program(dag, buckets, epochs=epochs, steps_every=every, passes_ahead=ahead)
         return
-    program = training_program(dag, buckets, epochs=epochs, steps_every=every)
+    program = training_program(dag, buckets, epochs=epochs, steps_every=every, passes_ahead=ahead)
     assert program.in_flight == expected
     pairs = sum(n - 1 for n in dag.steps) * chunks * (chunks - 1) * epochs
     assert program.live_reads == program.stale_reads == pairs // 2

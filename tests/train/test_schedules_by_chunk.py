@@ -175,6 +175,7 @@ REFUSED = {
         "checkpoint_tables": False
     },
     "--label-inputs 0.5: changes the features in every epoch": {"label_inputs": 0.5},
+    "--passes-ahead 2: with --stages 1 no stage is ahead": {"passes_ahead": 2},
 }
 
 
@@ -187,6 +188,8 @@ def test_settings_that_contradict_are_refused(text):
 def test_too_few_chunks_and_policies_that_do_not_fit_are_refused():
     with pytest.raises(InputError, match="--chunks 2: stage 0 works on 3 chunks at once"):
         prepared_of(stages=3, chunks=2)
+    with pytest.raises(InputError, match="--chunks 4: stage 0 works on 5 chunks at once"):
+        prepared_of(stages=3, chunks=4, passes_ahead=2)
     with pytest.raises(InputError, match="--weights 2bw: a stage makes up to 2 optimizer steps"):
         prepared_of(stages=3, chunks=6, weights="2bw")
     assert prepared_of(stages=3, chunks=6, weights="2bw", steps_every=3).program.largest_gap == 1
@@ -253,6 +256,7 @@ def test_the_plan_of_a_file_gives_the_schedule(tmp_path):
         "--label-inputs 0.5: changes": ("async", {"label_inputs": 0.5}),
         "--weights stash: has no effect": ("fill-drain", {"weights": "stash"}),
         "--steps-every 2: --schedule fill-drain takes": ("fill-drain", {"steps_every": 2}),
+        "--passes-ahead 2: --schedule fill-drain runs": ("fill-drain", {"passes_ahead": 2}),
         "--no-checkpoint-tables: --schedule async": ("async", {"checkpoint_tables": False}),
     }
     for text, (schedule, more) in refused.items():
