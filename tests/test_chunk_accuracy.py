@@ -81,3 +81,11 @@ def test_an_unfinished_seed_leaves_a_row_out():
     rows = rows_of("pubmed", {"full": 0.8, "predict": 0.7})
     del rows[runs.seeds("pubmed", "gcn", "predict", 4, runs.CHUNKED)[2].key()]
     assert report.verdicts(list(report.lines_of(rows))) == []
+
+
+def test_a_tuned_full_batch_that_fails_with_a_seed_is_not_the_only_reference():
+    rows = rows_of("pubmed", {"full": 0.7, "predict": 0.8})
+    for cell in runs.seeds("pubmed", "gcn", "full", 1, runs.DEFAULT):
+        rows[cell.key()] = row(cell, 0.81)
+    (text,) = report.against_better(list(report.lines_of(rows)))
+    assert "mean of 1 rows: -1.00" in text
