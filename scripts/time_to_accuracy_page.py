@@ -206,7 +206,8 @@ constant. *Async*: `--schedule async --chunks 32` with defaults (a step a chunk,
 or 25 epochs. Peers have torch CSR products with kept transposed matrices, sparse features where \
 the graph has them, METIS's order of the vertices, fused Adam and gnnpipe's heap, which is \
 faster than PyG's convolutions on an `edge_index` ([an epoch on one device](single_speed.md)). \
-*NeighborLoader*: PyG's, with torch_sparse's sampler (pyg_lib cannot be had for this torch) and \
+*NeighborLoader*: PyG's, with the sampling operator of torch_sparse 0.6.18, \
+compiled alone (pyg_lib cannot be had for this torch) and \
 on one process a worker that draws batches on the second core; each layer computes only the rows \
 that the next one reads, and GCN's sampled edges are weighted so that the sum is unbiased. \
 *ClusterLoader*: PyG's, on METIS parts. On 2 ranks the samplers hold the whole graph on each \
