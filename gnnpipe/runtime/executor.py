@@ -179,7 +179,7 @@ class Executor:
             self.has_stepped, self.faulty_chunks, self.fault_pass = True, [], None
             self.grad_clip.faulty = []
         self.gradient_sum.forget()
-        self.stage.begin(epoch, training, program.is_exact, program.steps_by_chunk)
+        self.stage.begin(epoch, training, order, program.is_exact, program.steps_by_chunk)
         policy = self.weight_policy if training and program.steps_by_chunk else None
         self._pass(_Running(program, order, policy, epoch_end), epoch)
         if training and not _steps_together(program):

@@ -18,6 +18,7 @@ from gnnpipe.graph.operators import EVERYONE, SUM, SYMMETRIC_KINDS
 from gnnpipe.graph.order import resolve_order
 from gnnpipe.graph.quality import copied_rows, crossing_degrees
 from gnnpipe.machine import memory_bytes
+from gnnpipe.ops.hashed_dropout import GROUP_BYTES
 from gnnpipe.optim.weight_policies import copies_held
 from gnnpipe.perf import MemoryEstimate, MemorySettings, ShardSizes, estimate_memory
 from gnnpipe.perf.memory import human_bytes, partition_bytes
@@ -151,6 +152,7 @@ def memory_settings(
         number_bytes=number_dtype(config).itemsize,
         row_bytes=row_dtype(config).itemsize,
         extra_weights=extra_weights,
+        mask_group_bytes=GROUP_BYTES,
     )
 
 
