@@ -23,11 +23,11 @@ the link caused the wait, and the path stays on the waiting rank.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from gnnpipe.perf.trace import Span
 from gnnpipe.plan import Placement
@@ -239,20 +239,20 @@ def _wait_spans(epoch: EpochSpans, rank: int, stage: int, critical: _Intervals) 
     waits += [(start_s, end_s, -1, -1, 0) for start_s, end_s in _collective_waits(epoch)]
     last_s = epoch.actions_end_s
     waits.append((last_s, max(epoch.end_s, last_s), -1, -1, 0))
-    for start_s, end_s, chunk, peer, size in waits:
-        if end_s - start_s > SHORTEST_WAIT_S:
-            is_critical = critical.overlap_s(start_s, end_s) > (end_s - start_s) / 2
-            yield Span(
-                rank,
-                "WAIT",
-                start_s,
-                end_s,
-                chunk,
-                stage,
-                peer=peer,
-                size_bytes=size,
-                is_critical=is_critical,
-            )
+    waits = [wait for wait in waits if wait[1] - wait[0] > SHORTEST_WAIT_S]
+    critical_s = critical.overlaps_s([wait[:2] for wait in waits])
+    for (start_s, end_s, chunk, peer, size), on_path_s in zip(waits, critical_s, strict=True):
+        yield Span(
+            rank,
+            "WAIT",
+            start_s,
+            end_s,
+            chunk,
+            stage,
+            peer=peer,
+            size_bytes=size,
+            is_critical=on_path_s > (end_s - start_s) / 2,
+        )
 
 
 def _action_spans(
@@ -262,14 +262,17 @@ def _action_spans(
     waited = _Intervals(
         [*((m.wait_start_s, m.wait_end_s) for m in epoch.messages), *_collective_waits(epoch)]
     )
-    for action, start_s, end_s in epoch.actions:
-        way = action.kind.removeprefix("SEND_")
+    times = [(start_s, end_s) for _, start_s, end_s in epoch.actions]
+    overlaps = zip(waited.overlaps_s(times), critical.overlaps_s(times), strict=True)
+    peers = {s: placement.counterparts(rank, s)[:1] for s in range(len(placement.stages))}
+    for (action, start_s, end_s), (waited_s, on_path_s) in zip(
+        epoch.actions, overlaps, strict=True
+    ):
         peer, size = -1, 0
         if action.peer >= 0:
-            peer = placement.counterparts(rank, action.peer)[0]
-            parts = ((way, rank, each, action.position) for each in placement.stages[action.peer])
-            size = sum(sizes.get(part, 0) for part in parts)
-        own_s = end_s - start_s - waited.overlap_s(start_s, end_s)
+            (peer,), way = peers[action.peer], action.kind.removeprefix("SEND_")
+            for each in placement.stages[action.peer]:
+                size += sizes.get((way, rank, each, action.position), 0)
         yield Span(
             rank,
             action.kind,
@@ -280,7 +283,7 @@ def _action_spans(
             action.steps,
             peer,
             size,
-            critical.overlap_s(start_s, end_s) > own_s / 2,
+            on_path_s > (end_s - start_s - waited_s) / 2,
         )
 
 
@@ -298,20 +301,19 @@ class _Intervals:
     """Disjoint time intervals (start, end)."""
 
     def __init__(self, intervals: Sequence[tuple[float, float]]) -> None:
-        ordered = sorted(intervals)
-        self._starts = [start for start, _ in ordered]
-        self._lengths = [max(end - start, 0.0) for start, end in ordered]
-        self._before = list(accumulate(self._lengths, initial=0.0))
+        ordered = np.array(sorted(intervals), dtype=np.float64).reshape(-1, 2)
+        # An empty interval before all others, so that every moment follows a start.
+        self._starts = np.append(-np.inf, ordered[:, 0])
+        self._lengths = np.append(0.0, np.maximum(ordered[:, 1] - ordered[:, 0], 0.0))
+        self._before = np.append(0.0, np.cumsum(self._lengths[:-1]))
 
-    def overlap_s(self, start_s: float, end_s: float) -> float:
-        """Return the seconds of the intervals that lie between two times."""
-        return max(self._until(end_s) - self._until(start_s), 0.0)
-
-    def _until(self, moment_s: float) -> float:
-        i = bisect_right(self._starts, moment_s) - 1
-        if i < 0:
-            return 0.0
-        return self._before[i] + min(self._lengths[i], moment_s - self._starts[i])
+    def overlaps_s(self, times: Sequence[tuple[float, float]]) -> list[float]:
+        """Return, for each (start, end), the seconds of the intervals that lie in between."""
+        moments = np.array(times, dtype=np.float64).reshape(-1, 2)
+        i = np.searchsorted(self._starts, moments, side="right") - 1
+        until = self._before[i] + np.minimum(self._lengths[i], moments - self._starts[i])
+        found: list[float] = np.maximum(until[:, 1] - until[:, 0], 0.0).tolist()
+        return found
 
 
 def _critical_path(

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from gnnpipe.graph.quality import CutQuality
-from gnnpipe.perf import CommVolume, MemoryEstimate, Span, TimeShares, measured_spans, time_shares
+from gnnpipe.perf import (
+    CommVolume,
+    EpochSpans,
+    MemoryEstimate,
+    Span,
+    TimeShares,
+    measured_spans,
+    time_shares,
+)
 from gnnpipe.profiling.predict import Predictor
 from gnnpipe.run.early_stopping import BestEpoch
 from gnnpipe.run.epoch_times import gather_epoch
@@ -111,7 +119,7 @@ class RunResult:
     history: list[EpochRow] = field(default_factory=list, repr=False)
     """The rows of metrics.csv."""
     timeline: tuple[Span, ...] = field(default=(), repr=False)
-    """The epoch of ``time_shares``, as in trace.json; empty on a GPU."""
+    """The epoch of ``time_shares``, as in trace.json; on rank 0, and empty on a GPU."""
     predicted_timeline: tuple[Span, ...] = field(default=(), repr=False)
     """The predicted epoch, as in trace.json; on rank 0."""
     path: Path | None = None
@@ -166,6 +174,13 @@ class TrainingRecord:
         found = [row.staleness for row in self.rows if row.staleness is not None]
         stale = [staleness for staleness in found if not staleness.is_exact]
         return (stale or found or [Staleness(0.0, (), (), ())])[-1]
+
+
+def _timeline(mesh: Mesh, prepared: Prepared, spans: Sequence[EpochSpans]) -> tuple[Span, ...]:
+    """Return the spans of all ranks, on rank 0 alone: many spans take a while."""
+    if mesh.rank or not spans:
+        return ()
+    return measured_spans(spans, prepared.plan.placement)
 
 
 def gather_result(
@@ -224,7 +239,7 @@ def gather_result(
         cut=prepared.quality,
         versions=versions(),
         history=list(rows),
-        timeline=measured_spans(spans, prepared.plan.placement) if spans else (),
+        timeline=_timeline(mesh, prepared, spans),
         predicted_timeline=predicted.timeline if predicted else (),
         path=path,
     )
