@@ -124,7 +124,7 @@ class MemorySettings:
     """By stage, chunks between forward and backward, if gradients stay in their chunk; empty: all
     chunks, and a table of gradients for each table of rows."""
     version_copies: tuple[int, ...] = ()
-    """By stage, copies of the weights of other versions; empty: none."""
+    """By stage, copies of the weights of other versions, and of the gradients; empty: none."""
 
     @property
     def rounds_rows(self) -> bool:

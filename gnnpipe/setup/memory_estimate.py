@@ -163,10 +163,11 @@ def with_program(
     """Returns the settings with the chunks in flight and the versions of the weights."""
     if not program.steps_by_chunk or program.chunks == 1:
         return settings
-    copies: tuple[int, ...] = ()
-    if program.largest_gap:
-        gaps = map(max, program.version_gaps)
-        copies = tuple(copies_held(config.weights, gap) for gap in gaps)
+    # Of several steps an epoch, all gradients are gathered in one tensor (``optim.flat_step``).
+    gathered = int((program.consistency.optimizer_steps or 1) > 1)
+    gaps = [max(gaps) if program.largest_gap else None for gaps in program.version_gaps]
+    held = (0 if gap is None else copies_held(config.weights, gap) for gap in gaps)
+    copies = tuple(gathered + number for number in held)
     return replace(settings, in_flight=program.in_flight, version_copies=copies)
 
 
