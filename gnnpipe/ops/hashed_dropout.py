@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -96,6 +96,7 @@ def _keep_mask(keys: Tensor, width: int, probability: float, key: int) -> tuple[
     return masks[0, :, :width], share
 
 
+@functools.lru_cache(maxsize=64)
 def _levels(probability: float) -> tuple[int, int, float]:
     """Return the numbers in a hash, the smallest number that is kept, and the share that is kept.
 
@@ -143,22 +144,26 @@ def _fill_by_torch(rows: Tensor, mask: Tensor, per_hash: int, least: int) -> Non
         torch.ge(drawn, least, out=mask[start : start + step])
 
 
+class MaskKey(NamedTuple):
+    """All that decides the mask of given rows."""
+
+    width: int
+    probability: float
+    seed: int
+    epoch: int
+    site: int
+
+
 class MaskSource(Protocol):
     """Makes the masks of a shard's rows for many sites at once."""
 
-    def begin(self, seed: int, epoch: int) -> None:
-        """Begin a pass over all chunks."""
+    def begin(self, seed: int, epoch: int, order: Sequence[int]) -> None:
+        """Begin passes over all chunks.
 
-    def rows(
-        self,
-        start: int,
-        count: int,
-        width: int,
-        probability: float,
-        seed: int,
-        epoch: int,
-        site: int,
-    ) -> tuple[Tensor, float]:
+        ``order``: the chunk of every pass, of ``epoch`` first and then of the epochs after it.
+        """
+
+    def rows(self, start: int, count: int, key: MaskKey) -> tuple[Tensor, float]:
         """Return the mask [count, width] int8 of rows from ``start`` on, and the share kept."""
 
 
@@ -178,20 +183,12 @@ class KeptMasks:
         self._stacks: dict[tuple[int, float], Tensor] = {}
         """By width and probability: the masks of all sites in one tensor."""
 
-    def rows(
-        self,
-        start: int,
-        count: int,
-        width: int,
-        probability: float,
-        seed: int,
-        epoch: int,
-        site: int,
-    ) -> tuple[Tensor, float]:
+    def rows(self, start: int, count: int, key: MaskKey) -> tuple[Tensor, float]:
         """Return the mask [count, width] int8 of rows from ``start`` on, and the share kept."""
-        kind, key = (site, width, probability), _scalar_key(seed, epoch, site)
-        if kind not in self._made or self._made[kind][0] != key:
-            self._made[kind] = key, *_keep_mask(self._keys, width, probability, key)
+        width, probability, seed, epoch, site = key
+        kind, in_epoch = (site, width, probability), _scalar_key(seed, epoch, site)
+        if kind not in self._made or self._made[kind][0] != in_epoch:
+            self._made[kind] = in_epoch, *_keep_mask(self._keys, width, probability, in_epoch)
         _, mask, share = self._made[kind]
         return mask[start : start + count], share
 
@@ -200,8 +197,9 @@ class KeptMasks:
         """All masks, [n, width] int8 each."""
         return [mask for _, mask, _ in self._made.values()]
 
-    def begin(self, seed: int, epoch: int) -> None:
-        """Make all masks that the last training pass used, for a new pass."""
+    def begin(self, seed: int, epoch: int, order: Sequence[int]) -> None:
+        """Make all masks that the last training pass used, for a new pass of one epoch."""
+        del order  # the masks of all chunks are made
         sites_by_shape: dict[tuple[int, float], list[int]] = {}
         for site, width, probability in self._made:
             sites_by_shape.setdefault((width, probability), []).append(site)
@@ -228,61 +226,107 @@ class KeptMasks:
             self._stacks[width, probability] = self._keys.new_empty(size, dtype=torch.int8)
 
 
-class ChunkMasks:
-    """Masks of one chunk after another, for programs that hold the rows of a few chunks only.
+GROUP_BYTES = 4 * _BLOCK_HASHES
+"""Most bytes of masks that ``ChunkMasks`` draws at once for several chunks: those of one block of
+hashes. With more, little time is saved."""
 
-    At its first dropout a chunk gets the masks of all sites that the chunks before it used: with
-    small chunks the calls cost more than the hash. Autograd keeps the masks until backward.
+
+class ChunkMasks:
+    """Masks of a few chunks at a time, for programs that hold the rows of a few chunks only.
+
+    With small chunks the calls cost more than the hash. So the first dropout of a chunk draws the
+    masks of all sites that the chunks before used, for a group of chunks: this one and those that
+    pass next in the epoch, up to ``GROUP_BYTES``. Rows that are no chunk of the order are drawn
+    alone. Autograd keeps the masks of a chunk until its backward, and not those of its group.
     """
 
-    def __init__(self, keys: Tensor) -> None:
-        """``keys`` [n] from ``row_keys``."""
-        self._keys = keys
+    def __init__(self, keys: Tensor, ends: Sequence[int]) -> None:
+        """Set up without masks.
+
+        Args:
+            keys: Row keys [n] from ``row_keys``.
+            ends: Start of every chunk among the rows, and n.
+        """
+        self._keys, self._ends = keys, list(ends)
+        self._order: Sequence[int] = ()
+        self._pass_of: dict[tuple[int, int, int, int], int] = {}
+        """By seed, epoch and rows of a chunk: its pass, an index of ``_order``."""
         self._sites: dict[tuple[int, float], dict[int, None]] = {}
         """Sites that were used, by width and probability, in order."""
-        self._drawn: tuple[int, int, int, int] | None = None
-        """Rows, seed and epoch of the masks that are there."""
-        self._made: dict[tuple[int, int, float], Tensor] = {}
-        """By site, width and probability: mask [C, width] of the drawn rows."""
+        self._made: dict[tuple[int, int, MaskKey], Tensor] = {}
+        """Masks [C, width] of the last group."""
 
-    def begin(self, seed: int, epoch: int) -> None:
-        """Begin a pass over all chunks; masks are made chunk by chunk."""
+    def begin(self, seed: int, epoch: int, order: Sequence[int]) -> None:
+        """Begin passes over all chunks; masks are made group by group."""
+        self._order = order
+        self._made.clear()
+        self._pass_of = {
+            (seed, epoch + i // self._num_chunks, *self._range(chunk)): i
+            for i, chunk in enumerate(order)
+        }
 
-    def rows(
-        self,
-        start: int,
-        count: int,
-        width: int,
-        probability: float,
-        seed: int,
-        epoch: int,
-        site: int,
-    ) -> tuple[Tensor, float]:
+    def rows(self, start: int, count: int, key: MaskKey) -> tuple[Tensor, float]:
         """Return the mask [count, width] int8 of rows from ``start`` on, and the share kept."""
-        rows, kind = (start, count, seed, epoch), (site, width, probability)
-        self._sites.setdefault((width, probability), {})[site] = None
-        if self._drawn != rows:
-            self._made.clear()
-            self._drawn = rows
-            for shape in self._sites:
-                self._draw(shape, list(self._sites[shape]))
-        elif kind not in self._made:
-            self._draw((width, probability), [site])
-        return self._made[kind], _levels(probability)[2]
+        mask = self._made.get((start, count, key))
+        if mask is None:
+            shape = key.width, key.probability
+            if key.site in self._sites.get(shape, ()):
+                self._made.clear()
+                self._draw(self._group(start, count, key), self._sites, key)
+            else:
+                self._sites.setdefault(shape, {})[key.site] = None
+                self._draw([(start, count)], {shape: [key.site]}, key)
+            mask = self._made[start, count, key]
+        return mask, _levels(key.probability)[2]
 
-    def _draw(self, shape: tuple[int, float], sites: Sequence[int]) -> None:
-        """Make the masks of ``sites``, of one width and probability, for the drawn rows."""
-        assert self._drawn is not None
-        start, count, seed, epoch = self._drawn
-        width, probability = shape
-        per_hash, least, _ = _levels(probability)
-        keys = [_scalar_key(seed, epoch, site) for site in sites]
-        masks = self._keys.new_empty(
-            len(sites), count, -(-width // per_hash) * per_hash, dtype=torch.int8
-        )
-        _fill(self._keys[start : start + count], keys, masks, per_hash, least)
-        for site, mask in zip(sites, masks, strict=True):
-            self._made[site, width, probability] = mask[:, :width]
+    def _group(self, start: int, count: int, key: MaskKey) -> list[tuple[int, int]]:
+        """Return start and count of the rows to draw at once, the given ones first."""
+        first = self._pass_of.get((key.seed, key.epoch, start, count))
+        if first is None:
+            return [(start, count)]
+        row_bytes = sum(width * len(sites) for (width, _), sites in self._sites.items())
+        group: list[tuple[int, int]] = []
+        num_rows = 0
+        next_epoch = first - first % self._num_chunks + self._num_chunks
+        for chunk in self._order[first:next_epoch]:
+            rows = self._range(chunk)
+            num_rows += rows[1]
+            if group and num_rows * row_bytes > GROUP_BYTES:
+                break
+            group.append(rows)
+        return group
+
+    def _draw(
+        self,
+        group: Sequence[tuple[int, int]],
+        sites_by_shape: Mapping[tuple[int, float], Iterable[int]],
+        key: MaskKey,
+    ) -> None:
+        """Make the masks of ``sites_by_shape`` for a ``group`` of rows, in the epoch of ``key``."""
+        parts = [self._keys[start : start + count] for start, count in group]
+        keys = parts[0] if len(parts) == 1 else torch.cat(parts)
+        counts = [count for _, count in group]
+        for (width, probability), sites in sites_by_shape.items():
+            of_sites = [key._replace(width=width, probability=probability, site=s) for s in sites]
+            per_hash, least, _ = _levels(probability)
+            size = len(of_sites), len(keys), -(-width // per_hash) * per_hash
+            masks = keys.new_empty(size, dtype=torch.int8)
+            epoch_keys = [_scalar_key(key.seed, key.epoch, one.site) for one in of_sites]
+            _fill(keys, epoch_keys, masks, per_hash, least)
+            for (start, count), of_chunk in zip(group, torch.split(masks, counts, 1), strict=True):
+                # A copy, because a view would keep the masks of the whole group.
+                own = of_chunk.clone() if len(group) > 1 else of_chunk
+                for one, mask in zip(of_sites, own[..., :width], strict=True):
+                    self._made[start, count, one] = mask
+
+    @property
+    def _num_chunks(self) -> int:
+        return len(self._ends) - 1
+
+    def _range(self, chunk: int) -> tuple[int, int]:
+        """Return start and count of the rows of a chunk."""
+        start, end = self._ends[chunk : chunk + 2]
+        return start, end - start
 
 
 class _Dropout(torch.autograd.Function):
@@ -326,7 +370,7 @@ def keyed_mask(
     if masks is None:
         mask, share = _keep_mask(keys, width, probability, _scalar_key(seed, epoch, site))
     else:
-        mask, share = masks.rows(start, len(keys), width, probability, seed, epoch, site)
+        mask, share = masks.rows(start, len(keys), MaskKey(width, probability, seed, epoch, site))
     return Mask(mask, 1.0 / share if share else 0.0)
 
 

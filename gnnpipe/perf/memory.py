@@ -123,6 +123,8 @@ class MemorySettings:
     in_flight: tuple[int, ...] = ()
     """By stage, chunks between forward and backward, if gradients stay in their chunk; empty: all
     chunks, and a table of gradients for each table of rows."""
+    mask_group_bytes: int = 0
+    """Dropout masks of one kind of rows that are drawn ahead if some chunks are ``in_flight``."""
     version_copies: tuple[int, ...] = ()
     """By stage, copies of the weights of other versions, and of the gradients; empty: none."""
 
@@ -377,7 +379,18 @@ class RankMemory:
                     self.sizes.table_rows[op.pushed_type] + own[op.vertex_type]
                 )
                 pairs += (1 + sum(op.kept_widths.values())) * self.sizes.own_pairs
-        return max((numbers + pairs) * self.settings.number_bytes, self.evaluation())
+        training = (numbers + pairs) * self.settings.number_bytes + self._masks_ahead()
+        return max(training, self.evaluation())
+
+    def _masks_ahead(self) -> int:
+        """Bytes of dropout masks of chunks that have not passed yet; none with recomputation.
+
+        Every vertex type has masks of its own, and so have the loss rows.
+        """
+        if self.recompute or not self.settings.in_flight:
+            return 0
+        has_loss_rows = not self.sizes.loss_rows.ops.isdisjoint(op.name for op in self.ops)
+        return (len(self.sizes.own_rows) + has_loss_rows) * self.settings.mask_group_bytes
 
     def evaluation(self) -> int:
         """The most bytes that a step of an evaluation needs beside what training keeps.
@@ -498,7 +511,7 @@ class RankMemory:
                 of_read = op.push_width + op.kept_per_read_row * (not recompute)
                 found += int(of_read * sizes.copied_share * own)
         if sizes.loss_rows.ops & {op.name for op in self.ops}:
-            found += _copied_widths(self.model, sizes.loss_rows) * sizes.loss_rows.rows
+            found += sizes.loss_rows.copied_widths(self.model) * sizes.loss_rows.rows
         # Received values stay until their gradients have left. Sent values are copies if rounded.
         sent = self.dag.sends(self.stage) if self.settings.rounds_rows else ()
         for transfer in (*self.dag.receives(self.stage), *sent):
@@ -566,15 +579,6 @@ class RankMemory:
             loss_rows, entries = self.sizes.graph_loss_rows, self.sizes.graph_edges + rows
         limited = loss_rows.edges + loss_rows.rows if loss_rows.ops else 0
         return max(whole + copied * entries, structure + 2 * _LONG_BYTES * limited)
-
-
-def _copied_widths(model: ModelGraph, loss_rows: LossRows) -> int:
-    """Numbers per loss row that row-wise ops read from values before the last aggregation."""
-    widths = {value: width for op in model.ops for value, width in op.outputs.items()}
-    limited = [op for op in model.ops if op.name in loss_rows.ops]
-    made = {value for op in limited for value in op.outputs}
-    read = {value for op in limited if not op.aggregates for value in op.inputs}
-    return sum(widths[value] for value in read - made)
 
 
 def human_bytes(size: float) -> str:

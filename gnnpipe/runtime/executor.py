@@ -192,7 +192,7 @@ class Executor:
             self.has_stepped, self.faulty_chunks, self.fault_pass = True, [], None
             self.grad_clip.faulty = []
         self.gradient_sum.forget()
-        self.stage.begin(epoch, training, program.is_exact, program.steps_by_chunk)
+        self.stage.begin(epoch, training, order, program.is_exact, program.steps_by_chunk)
         if training and self._flat is not None:
             self._flat.adopt()
         policy = self.weight_policy if training and program.steps_by_chunk else None

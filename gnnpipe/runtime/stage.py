@@ -135,13 +135,19 @@ class Stage:
         self._training = self._is_exact = self._is_label_iteration = False
 
     def begin(
-        self, epoch: int, training: bool, is_exact: bool = False, by_chunk: bool = False
+        self,
+        epoch: int,
+        training: bool,
+        order: Sequence[int] = (),
+        is_exact: bool = False,
+        by_chunk: bool = False,
     ) -> None:
         """Start a pass over all chunks, or in training several from this epoch on.
 
         Args:
             epoch: Number of the epoch.
             training: Whether backward follows.
+            order: In training, the chunk of every pass.
             is_exact: No read is stale.
             by_chunk: Gradients stay in their chunk, and the optimizer may step after each chunk.
         """
@@ -154,8 +160,8 @@ class Stage:
             loss_rows = [] if self._loss_rows is None else self._loss_rows.rows
             for table in self._feature_tables():
                 table.begin()
-            self._begin_masks(self.rows, epoch)
-            self._begin_masks(loss_rows, epoch)
+            self._begin_masks(self.rows, epoch, order)
+            self._begin_masks(loss_rows, epoch, order)
             for history in self.histories.values():
                 history.begin_epoch(is_exact, by_chunk)
 
@@ -168,13 +174,13 @@ class Stage:
         self._is_label_iteration = True
         if self.draw_edges is not None:
             self.draw_edges(dropout_epoch, True)
-        self._begin_masks(self.rows, dropout_epoch)
+        self._begin_masks(self.rows, dropout_epoch, range(len(self.rows)))
 
-    def _begin_masks(self, chunks: Sequence[Rows], epoch: int) -> None:
-        """Draw the dropout masks of all rows of the shard."""
+    def _begin_masks(self, chunks: Sequence[Rows], epoch: int, order: Sequence[int]) -> None:
+        """Tell the sources of dropout masks which chunks will pass."""
         for rows in self._parts(chunks[:1]):
             if rows.masks is not None:
-                rows.masks.begin(rows.seed, epoch)
+                rows.masks.begin(rows.seed, epoch, order)
 
     def end(self, has_stepped: bool = True) -> None:
         """End the pass; running statistics are updated only if the optimizer ``has_stepped``."""

@@ -359,10 +359,10 @@ class _RankBuilder:
             if table.label_columns is not None:
                 self._add_label_table(table.label_columns, own, keys)
         masks: MaskSource | None = None
-        if pointer is not None and not prepared.recomputes(self._mesh.stage):
-            # Stored masks take a byte per number of all rows; those of a chunk alone are equal.
-            masks = ChunkMasks(keys) if prepared.program.steps_by_chunk else KeptMasks(keys)
         ends = [0, len(own)] if pointer is None else pointer.tolist()
+        if pointer is not None and not prepared.recomputes(self._mesh.stage):
+            # Stored masks take a byte per number of all rows; those of a few chunks are equal.
+            masks = ChunkMasks(keys, ends) if prepared.program.steps_by_chunk else KeptMasks(keys)
         return [
             Rows(
                 keys=keys[start:stop],

@@ -19,6 +19,7 @@ from gnnpipe.graph.order import resolve_order
 from gnnpipe.graph.partition import METIS_BASED
 from gnnpipe.graph.quality import copied_rows, crossing_degrees
 from gnnpipe.machine import memory_bytes
+from gnnpipe.ops.hashed_dropout import GROUP_BYTES
 from gnnpipe.optim.weight_policies import copies_held
 from gnnpipe.perf import MemoryEstimate, MemorySettings, ShardSizes, estimate_memory
 from gnnpipe.perf.memory import human_bytes, partition_bytes
@@ -154,6 +155,7 @@ def memory_settings(
         number_bytes=number_dtype(config).itemsize,
         row_bytes=row_dtype(config).itemsize,
         extra_weights=extra_weights,
+        mask_group_bytes=GROUP_BYTES,
     )
 
 

@@ -1,6 +1,7 @@
 """The dropout mask depends on seed, epoch, site, vertex and feature only."""
 
 import itertools
+import random
 import weakref
 
 import pytest
@@ -14,6 +15,7 @@ from gnnpipe.models.layer_stack import GNN
 from gnnpipe.ops import hashed_dropout
 from gnnpipe.ops.hashed_dropout import ChunkMasks, KeptMasks, keyed_mask, row_keys
 from gnnpipe.ops.hashed_dropout import keyed_dropout as drop_kept
+from gnnpipe.verification.reference_dropout import drop as reference_drop
 
 KEY = {"seed": 1, "epoch": 2, "site": 3}
 
@@ -76,7 +78,7 @@ def test_gradient_has_the_same_mask():
 def test_masks_are_made_when_a_pass_begins(monkeypatch):
     keys, x = row_keys(torch.arange(300)), torch.ones(300, 8)
     masks = KeptMasks(keys)
-    masks.begin(KEY["seed"], 0)  # nothing was used yet
+    masks.begin(KEY["seed"], 0, [0])  # nothing was used yet
     drop = KEY | {"epoch": 0, "masks": masks}
     for site, p in ((0, 0.5), (1, 0.3)):
         keyed_dropout(x, keys, p, **drop | {"site": site})
@@ -86,10 +88,10 @@ def test_masks_are_made_when_a_pass_begins(monkeypatch):
         seen.setattr(
             hashed_dropout, "_fill", lambda *a: left.append([r() for r in first]) or fill(*a)
         )
-        masks.begin(KEY["seed"], 6)
+        masks.begin(KEY["seed"], 6, [0])
     assert left == [[None, None]] * 2, "the first masks are freed before new ones are allocated"
     rooms = [made[1].data_ptr() for made in masks._made.values()]
-    masks.begin(KEY["seed"], 7)
+    masks.begin(KEY["seed"], 7, [0])
     assert [made[1].data_ptr() for made in masks._made.values()] == rooms
     for site, p in ((0, 0.5), (1, 0.3)):
         key = KEY | {"epoch": 7, "site": site}
@@ -117,33 +119,99 @@ def test_kept_masks_equal_those_of_each_chunk(probability):
         assert torch.equal(part, whole[some]) == (epoch == KEY["epoch"])
 
 
-def test_masks_of_a_chunk_are_drawn_at_once_and_equal_those_of_each_site(monkeypatch):
-    keys, fill, filled = row_keys(torch.arange(900)), hashed_dropout._fill, []
-    masks = ChunkMasks(keys)
-    sites = [(0, 40, 0.5), (1, 40, 0.5), (2, 6, 0.3), (3, 40, 0.5), (4, 40, 0.1)]
-    wanted = {
-        (start, epoch, site): keyed_mask(
-            keys[start : start + 300], width, p, seed=1, epoch=epoch, site=site
+SITES = ((0, 40, 0.5), (1, 40, 0.5), (2, 7, 0.3), (3, 40, 0.5), (4, 40, 0.1))
+"""Number, width and probability."""
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Sites and rows of every call that draws masks."""
+    shapes, fill = [], hashed_dropout._fill
+
+    def noted(keys, epoch_keys, masks, *levels):
+        assert masks.shape[:2] == (len(epoch_keys), len(keys))
+        shapes.append((len(epoch_keys), len(keys)))
+        fill(keys, epoch_keys, masks, *levels)
+
+    monkeypatch.setattr(hashed_dropout, "_fill", noted)
+    return shapes
+
+
+def assert_masks_of(masks, keys, rows, epoch, sites, seed=1):
+    """Compare the masks of rows with the dropout of the reference, which shares no code."""
+    start, stop = rows
+    for site, width, p in sites:
+        found = keyed_mask(
+            keys[start:stop], width, p, seed=seed, epoch=epoch, site=site, masks=masks, start=start
         )
-        for start in (0, 300, 600)
-        for epoch in (0, 1)
-        for site, width, p in sites
-    }
-    monkeypatch.setattr(hashed_dropout, "_fill", lambda *a: filled.append(len(a[1])) or fill(*a))
-    counts = []
-    for start, epoch in [(0, 0), (300, 0), (600, 0), (600, 1), (0, 1)]:
-        # The second pass uses another site of a known shape, the third one of a new shape.
-        used = sites[: 3 + min(len(counts), 2)]
-        for site, width, p in used:
-            found = keyed_mask(
-                keys[start : start + 300], width, p,
-                seed=1, epoch=epoch, site=site, masks=masks, start=start,
-            )  # fmt: skip
-            assert torch.equal(found.kept, wanted[start, epoch, site].kept)
-            assert found.scale == wanted[start, epoch, site].scale
-        counts.append(filled[:])
-        filled.clear()
+        if start == stop:
+            assert found is None
+            continue
+        wanted = reference_drop(torch.ones(stop, width), p, seed, epoch, site)[start:]
+        assert torch.equal(found.kept, (wanted != 0).to(torch.int8))
+        assert found.scale == pytest.approx(wanted.max().item())
+
+
+def test_masks_of_rows_that_are_no_chunk_are_drawn_alone(drawn):
+    keys = row_keys(torch.arange(900))
+    masks, counts = ChunkMasks(keys, [0, 300, 600, 900]), []
+    masks.begin(1, 0, [0, 1, 2])
+    # The second rows use another site of a known shape, the third ones a site of a new shape.
+    passes = [((0, 290), 0), ((290, 600), 0), ((600, 890), 0), ((600, 890), 9), ((0, 300), 9)]
+    for i, (rows, epoch) in enumerate(passes):
+        assert_masks_of(masks, keys, rows, epoch, SITES[: 3 + min(i, 2)])
+        counts.append([sites for sites, _ in drawn])
+        assert {count for _, count in drawn} == {rows[1] - rows[0]}
+        drawn.clear()
     assert counts == [[1, 1, 1], [2, 1, 1], [3, 1, 1], [3, 1, 1], [3, 1, 1]]
+
+
+def test_masks_of_the_next_chunks_are_drawn_at_once(drawn):
+    keys, ends = row_keys(torch.arange(15 * 400)), range(0, 15 * 400 + 1, 400)
+    masks, order = ChunkMasks(keys, ends), [*reversed(range(15)), *range(15)]
+    masks.begin(1, 5, order)
+    for i, chunk in enumerate(order):
+        rows = 400 * chunk, 400 * chunk + 400
+        assert_masks_of(masks, keys, rows, 5 + i // 15, [(0, 64, 0.5), (1, 64, 0.5)])
+    # 51,200 bytes a chunk: five at once, of one epoch. Of the first chunk no site was known.
+    groups = [1, 1, 5, 5, 4, 5, 5, 5]
+    assert [count // 400 for _, count in drawn] == groups
+    assert [sites for sites, _ in drawn] == [1, 1, *[2] * 6]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_masks_of_groups_equal_those_of_the_reference_in_any_order(seed, drawn):
+    rng = random.Random(seed)
+    sizes = [rng.choice([0, 1, 37, 400, 4000]) for _ in range(5)]
+    ends = [*itertools.accumulate(sizes, initial=0)]
+    keys = row_keys(torch.arange(ends[-1]))
+    masks, epochs = ChunkMasks(keys, ends), (3, 4)
+    order = [chunk for _ in epochs for chunk in rng.sample(range(5), 5)]
+    passes = [(chunk, 3 + i // 5) for i, chunk in enumerate(order)]
+    for number in range(3):
+        masks.begin(1, 3, order)
+        for chunk, epoch in passes:
+            sites = rng.sample(SITES, rng.randrange(1, 6))
+            # A pass of another run between two passes must not get masks of this one.
+            assert_masks_of(
+                masks, keys, ends[chunk : chunk + 2], epoch, sites, rng.choice([1, 1, 2])
+            )
+        if number:
+            rng.shuffle(passes)
+    for sites, rows in drawn:
+        assert sites * rows * 7 <= hashed_dropout.GROUP_BYTES or rows in sizes
+
+
+def test_a_mask_keeps_no_mask_of_other_chunks():
+    keys = row_keys(torch.arange(8 * 100))
+    masks = ChunkMasks(keys, range(0, 801, 100))
+    masks.begin(1, 0, range(8))
+    for start in range(0, 800, 100):
+        some = keys[start : start + 100]
+        for site in (0, 1):
+            found = keyed_mask(some, 62, 0.5, seed=1, epoch=0, site=site, masks=masks, start=start)
+            # The masks of both sites are drawn at once, with columns for whole hashes.
+            assert found.kept.untyped_storage().nbytes() == 100 * 64 * (2 if start else 1)
 
 
 KINDS = ("gcn", "sage", "resgcn", "gat")

@@ -176,7 +176,7 @@ def test_masks_stay_in_the_same_memory(on_triton, monkeypatch):
     masks, what = KeptMasks(keys), [(6, 0.5, 0), (6, 0.5, 1), (3, 0.1, 2)]
     places = []
     for epoch in range(4):
-        masks.begin(7, epoch)
+        masks.begin(7, epoch, [0])
         found = [
             keyed_mask(keys, w, p, seed=7, epoch=epoch, site=s, masks=masks).kept
             for w, p, s in what
