@@ -287,14 +287,17 @@ class Settings:
         choices=("halo", "gather", "columns"),
     )
     partitioner: str = _shape(
-        "metis", "how vertices are partitioned into chunks and shards: metis, range or random"
+        "auto",
+        "how vertices are partitioned into chunks and shards: metis, range, random, mixed (metis, "
+        "but each chunk is two of its parts, drawn at random) or auto (mixed if the optimizer "
+        "steps several times an epoch, otherwise metis)",
     )
     order: str = _shape(
         "auto",
         "order of the vertices inside a chunk: metis (neighbours close together, faster when the "
         "embeddings exceed the CPU cache), given (as in the dataset) or auto (metis for at least "
-        "16,384 vertices with --partitioner metis, and with one chunk only in a run long enough to "
-        "save the time of METIS; otherwise given)",
+        "16,384 vertices with a partitioner that uses METIS, and with one chunk only in a run long "
+        "enough to save the time of METIS; otherwise given)",
         choices=("auto", "metis", "given"),
     )
     cache_dir: str = _shape(

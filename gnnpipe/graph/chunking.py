@@ -26,6 +26,7 @@ from gnnpipe.graph.cache import content_key, folder_of, keep, recall
 from gnnpipe.graph.graph import BoolArray, Features, Graph, chosen_edge_data, keep_order_of_parallel
 from gnnpipe.graph.order import locality_rank, parts_of_order, resolve_order
 from gnnpipe.graph.partition import (
+    METIS_BASED,
     PARTITIONERS,
     Objective,
     Partitioner,
@@ -248,7 +249,7 @@ class _Request:
 
     def cache_settings(self, partitioner: str) -> dict[str, Any]:
         """Everything beside the graph that decides the result, the library's version included."""
-        version = {"metis": metis_version()}
+        version = dict.fromkeys(METIS_BASED, metis_version())
         settings: dict[str, Any] = {
             "scheme": _SCHEME,
             "chunks": self.chunks,
@@ -328,7 +329,7 @@ def _report_left(
     chunk_s = shard_s = order_s = 0.0
     if request.order == "metis":
         order_s = expected_time_s(entries, parts_of_order(len(whole.work)), Objective.EDGES)
-    if partition is PARTITIONERS["metis"]:
+    if partition in [PARTITIONERS[name] for name in METIS_BASED]:
         chunk_s = expected_time_s(entries, chunks, Objective.EDGES) * (chunks > 1)
         shard_s = expected_time_s(entries // chunks, shards, Objective.ROWS) * (shards > 1)
     total_s = chunk_s + chunks * shard_s + order_s

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import scipy.sparse as sp
 
 from gnnpipe.graph.graph import IntArray
-from gnnpipe.graph.partition import PARTITIONERS, PartitionTask
+from gnnpipe.graph.partition import METIS_BASED, PARTITIONERS, PartitionTask
 
 _SMALL_GRAPH = 1 << 14
 """Vertices below which the rows of a layer are in the processor's cache in any order."""
@@ -34,7 +34,7 @@ def resolve_order(order: str, partitioner: str, num_vertices: int) -> str:
     """'metis' or 'given', for --order; 'auto' uses METIS only where the partitioner does."""
     if order != "auto":
         return order
-    return "metis" if partitioner == "metis" and num_vertices >= _SMALL_GRAPH else "given"
+    return "metis" if partitioner in METIS_BASED and num_vertices >= _SMALL_GRAPH else "given"
 
 
 def parts_of_order(num_vertices: int) -> int:

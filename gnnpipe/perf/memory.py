@@ -126,7 +126,7 @@ class MemorySettings:
     mask_group_bytes: int = 0
     """Dropout masks of one kind of rows that are drawn ahead if some chunks are ``in_flight``."""
     version_copies: tuple[int, ...] = ()
-    """By stage, copies of the weights of other versions; empty: none."""
+    """By stage, copies of the weights of other versions, and of the gradients; empty: none."""
 
     @property
     def rounds_rows(self) -> bool:

@@ -56,6 +56,16 @@ class WeightPolicy(Protocol):
         """Forget all versions but the current one: no chunk is between forward and backward."""
 
 
+class FlatStep(Protocol):
+    """Step of all weights as one tensor (``optim.flat_step``)."""
+
+    def adopt(self) -> None:
+        """Take over the state of the optimizer, if a checkpoint was loaded."""
+
+    def step(self) -> None:
+        """Step the weights; ``GradClip`` has gathered their gradients."""
+
+
 @dataclass(frozen=True, eq=False)
 class WeightUpdate:
     """Parts of the optimizer step, and the weights of passes with a version gap."""
@@ -65,6 +75,8 @@ class WeightUpdate:
     optimizer: torch.optim.Optimizer | None
     policy: WeightPolicy | None = None
     """``None``: every pass computes with the newest weights."""
+    flat: FlatStep | None = None
+    """``None``: the optimizer steps the weights one by one."""
     count_step: Callable[[], None] = lambda: None
     """Called after every step, also after one that was skipped."""
 
@@ -115,6 +127,7 @@ class Executor:
         self.exchanges = exchanges
         self.optimizer = update.optimizer
         self.weight_policy, self._count_step = update.policy, update.count_step
+        self._flat = update.flat
         self.forecaster = forecaster
         self.label_inputs: LabelInputs | None = None
         """Labels that are inputs, if there are any."""
@@ -180,6 +193,8 @@ class Executor:
             self.grad_clip.faulty = []
         self.gradient_sum.forget()
         self.stage.begin(epoch, training, order, program.is_exact, program.steps_by_chunk)
+        if training and self._flat is not None:
+            self._flat.adopt()
         policy = self.weight_policy if training and program.steps_by_chunk else None
         self._pass(_Running(program, order, policy, epoch_end), epoch)
         if training and not _steps_together(program):
@@ -420,7 +435,7 @@ class Executor:
             self.forecaster.remember()
         if self.optimizer is not None:
             if steps:
-                self.optimizer.step()
+                (self._flat or self.optimizer).step()
                 if now.policy is not None:
                     now.policy.stepped()
             self._count_step()

@@ -8,7 +8,7 @@ by the norm of its own gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,23 @@ class GradClip:
     """Clips and checks the gradients of one rank before the optimizer step."""
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], mesh: Mesh, clip_norm: float
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        mesh: Mesh,
+        clip_norm: float,
+        gather: Callable[[], Tensor] | None = None,
     ) -> None:
-        """``clip_norm``: clip the global gradient norm to this value; 0: off."""
+        """Set up the check.
+
+        Args:
+            named_parameters: Weights of this rank.
+            mesh: The ranks.
+            clip_norm: Clip the global gradient norm to this value; 0: off.
+            gather: Returns all gradients as one tensor, of which each ``.grad`` is a view then.
+        """
         self._named = [(name, p) for name, p in named_parameters if p.requires_grad]
         self._mesh, self._clip_norm = mesh, clip_norm or math.inf
+        self._gather = gather
         self.step_limit = math.inf
         """Further limit on the gradient norm of the next step; infinity: none."""
         self.norm = 0.0
@@ -39,37 +51,42 @@ class GradClip:
 
         ``loss``: this rank's part of the loss.
         """
-        grads = [(name, p.grad) for name, p in self._named if p.grad is not None]
-        squares = _squares([g for _, g in grads])
+        grads = self._gradients()
         # All shards of a stage hold the same gradients, and the sum runs over all ranks.
-        mine = sum(squares) / self._mesh.shards
+        mine = sum(_squares(grads)) / self._mesh.shards
         wait_start_s = self._mesh.recorder.clock()
         total, whole_loss = self._mesh.sum([mine, loss])
         if self._mesh.world_size > 1:
             self._mesh.recorder.add_step_sync(wait_start_s)
-        return self._finish(grads, squares, total, whole_loss)
+        return self._finish(grads, total, whole_loss)
 
     @torch.no_grad()
     def passes_in_stage(self) -> bool:
         """Do the same for the gradients of this stage alone; all its shards decide alike."""
-        grads = [(name, p.grad) for name, p in self._named if p.grad is not None]
-        squares = _squares([g for _, g in grads])
-        return self._finish(grads, squares, sum(squares), 0.0)
+        grads = self._gradients()
+        return self._finish(grads, sum(_squares(grads)), 0.0)
 
-    def _finish(
-        self, grads: list[tuple[str, Tensor]], squares: list[float], total: float, whole_loss: float
-    ) -> bool:
+    def _gradients(self) -> list[Tensor]:
+        if self._gather is not None:
+            return [self._gather()]
+        return [p.grad for _, p in self._named if p.grad is not None]
+
+    def _finish(self, grads: list[Tensor], total: float, whole_loss: float) -> bool:
         self.norm = math.sqrt(total) if total >= 0 else math.nan
         if not (math.isfinite(total) and math.isfinite(whole_loss)):
-            self.faulty = self.faulty or [
-                n for (n, _), s in zip(grads, squares, strict=True) if not math.isfinite(s)
-            ]
+            self.faulty = self.faulty or self._faults()
             return False
         limit = min(self._clip_norm, self.step_limit)
         if limit < self.norm:
-            for _, grad in grads:
+            for grad in grads:
                 grad.mul_(limit / self.norm)
         return True
+
+    def _faults(self) -> list[str]:
+        """Return the names of the weights whose gradients are not finite."""
+        named = [(name, p.grad) for name, p in self._named if p.grad is not None]
+        squares = _squares([grad for _, grad in named])
+        return [n for (n, _), s in zip(named, squares, strict=True) if not math.isfinite(s)]
 
 
 def _squares(grads: list[Tensor]) -> list[float]:

@@ -25,6 +25,7 @@ from gnnpipe.models import Aggregation, Rows
 from gnnpipe.models.sparse_input_linear import FeatureTable
 from gnnpipe.ops.hashed_dropout import ChunkMasks, KeptMasks, MaskSource, row_keys
 from gnnpipe.ops.spmm import Kernel, default_kernel, kernel_named, time_kernels
+from gnnpipe.optim.flat_step import FlatStep, can_be_flat
 from gnnpipe.optim.optimizers import make_optimizer
 from gnnpipe.optim.predicted_step import StepRates, check_predictable
 from gnnpipe.optim.weight_policies import PREDICTING, WEIGHT_POLICIES, StageSteps
@@ -268,15 +269,25 @@ class _RankBuilder:
         )
         steps = gradient_steps(prepared.model_graph, self._ops)
         trained = [(p, steps.get(name, 0)) for name, p in named.items() if p.requires_grad]
-        clip = GradClip(self._stage_module.named_parameters(), mesh, config.clip_norm)
-        update = WeightUpdate(GradientSum(trained, mesh), clip, optimizer)
         program, name = prepared.program, config.weights
+        is_ours = prepared.optimizer is None or isinstance(prepared.optimizer, type)
+        has_many = (program.consistency.optimizer_steps or 1) > 1
+        is_flat = is_ours and has_many and can_be_flat(optimizer)
+        flat = FlatStep(optimizer) if is_flat else None
+        clip = GradClip(
+            self._stage_module.named_parameters(),
+            mesh,
+            config.clip_norm,
+            None if flat is None else flat.gather,
+        )
+        update = WeightUpdate(GradientSum(trained, mesh), clip, optimizer, flat=flat)
         if not program.largest_gap:
             return update
         if name in PREDICTING:
             check_predictable(type(optimizer), f"--weights {name}")
         rates, depth = StepRates(optimizer.param_groups), prepared.dag.depths[mesh.stage] - 1
-        asynchronous = StageSteps(optimizer, program.version_gaps[mesh.stage], rates, depth)
+        stepped = optimizer if flat is None else flat.optimizer
+        asynchronous = StageSteps(stepped, program.version_gaps[mesh.stage], rates, depth)
         self.rates = rates
         policy = WEIGHT_POLICIES[name](asynchronous)
         return replace(update, policy=policy, count_step=rates.count_step)

@@ -38,7 +38,8 @@ def check_parts(config: TrainConfig, graph: Any, model: nn.Module | None) -> Gra
     if not isinstance(config, TrainConfig):
         kind = type(config).__name__
         raise InputError(f"config: is a {kind}, not a gnnpipe.TrainConfig; try TrainConfig()")
-    PARTITIONERS[config.partitioner]
+    if config.partitioner != "auto":
+        PARTITIONERS[config.partitioner]
     check_cache_dir(config.cache_dir)
     if model is None:
         if config.model.startswith("passed-in:"):

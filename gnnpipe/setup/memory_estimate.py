@@ -16,6 +16,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.layout import shard_layout, table_layouts
 from gnnpipe.graph.operators import EVERYONE, SUM, SYMMETRIC_KINDS
 from gnnpipe.graph.order import resolve_order
+from gnnpipe.graph.partition import METIS_BASED
 from gnnpipe.graph.quality import copied_rows, crossing_degrees
 from gnnpipe.machine import memory_bytes
 from gnnpipe.ops.hashed_dropout import GROUP_BYTES
@@ -25,6 +26,7 @@ from gnnpipe.perf.memory import human_bytes, partition_bytes
 from gnnpipe.runtime.comm.launch import launched_local_rank
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.schedule import CheckedProgram
+from gnnpipe.setup.by_chunk import partitioner_of
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import number_dtype, row_dtype
 from gnnpipe.setup.loss_rows import loss_rows_of_shard
@@ -123,8 +125,9 @@ def partition_memory_bytes(prepared: Prepared) -> int:
     arrays = [graph.indptr, graph.indices, graph.y, *graph.edge_data.values()]
     for x in [graph.x] if graph.types is None else graph.types.features.values():
         arrays += [x.data, x.indices, x.indptr] if isinstance(x, sp.csr_array) else [x]
-    order = resolve_order(config.order, config.partitioner, graph.num_vertices)
-    is_cut = plan.chunks * plan.most_shards > 1 and config.partitioner == "metis"
+    partitioner = partitioner_of(config, plan)
+    order = resolve_order(config.order, partitioner, graph.num_vertices)
+    is_cut = plan.chunks * plan.most_shards > 1 and partitioner in METIS_BASED
     edges = graph.num_edges * (1 if graph.is_symmetric else 2)
     return partition_bytes(sum(a.nbytes for a in arrays), edges, is_cut or order == "metis")
 
@@ -162,10 +165,11 @@ def with_program(
     """Returns the settings with the chunks in flight and the versions of the weights."""
     if not program.steps_by_chunk or program.chunks == 1:
         return settings
-    copies: tuple[int, ...] = ()
-    if program.largest_gap:
-        gaps = map(max, program.version_gaps)
-        copies = tuple(copies_held(config.weights, gap) for gap in gaps)
+    # Of several steps an epoch, all gradients are gathered in one tensor (``optim.flat_step``).
+    gathered = int((program.consistency.optimizer_steps or 1) > 1)
+    gaps = [max(gaps) if program.largest_gap else None for gaps in program.version_gaps]
+    held = (0 if gap is None else copies_held(config.weights, gap) for gap in gaps)
+    copies = tuple(gathered + number for number in held)
     return replace(settings, in_flight=program.in_flight, version_copies=copies)
 
 

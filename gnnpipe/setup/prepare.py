@@ -57,7 +57,7 @@ from gnnpipe.schedule import (
     training_program,
     with_forecast,
 )
-from gnnpipe.setup.by_chunk import check_edges, program_by_chunk, why_not_async
+from gnnpipe.setup.by_chunk import check_edges, partitioner_of, program_by_chunk, why_not_async
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import (
     check_parts,
@@ -386,7 +386,7 @@ def _partition(config: TrainConfig, plan: Plan, graph: Graph, world: World, orde
                     shards=plan.split.num_parts,
                     shares=ShardShares(plan.split.shares, plan.split.levels[:-1]),
                     seed=config.seed,
-                    partitioner=config.partitioner,
+                    partitioner=partitioner_of(config, plan),
                     order=order,
                     cache_dir=config.cache_dir,
                 )

@@ -185,3 +185,31 @@ def test_a_partitioner_of_the_users_own_is_trained_with(monkeypatch):
     assert len(trainer.fit().history) == 2
     rows = trainer._prepared.chunking.cell_sizes.sum(axis=1)
     assert rows.max() - rows.min() <= 1
+
+
+def cut_task(graph, parts, **more):
+    return PartitionTask(symmetric_pattern(graph), vertex_work(graph), parts, **more)
+
+
+def test_mixed_draws_two_parts_of_metis_for_each_chunk():
+    graph = small_graph(n=300)
+    mixed = PARTITIONERS["mixed"](cut_task(graph, 4, seed=3))
+    fine = PARTITIONERS["metis"](cut_task(graph, 8, seed=3))
+    together = set(zip(fine.tolist(), mixed.tolist(), strict=True))
+    assert len(together) == 8  # every part lies in one chunk
+    assert sorted(np.bincount([chunk for _, chunk in together])) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("parts", "more"),
+    [
+        (4, {"objective": Objective.ROWS}),
+        (4, {"shares": (0.4, 0.2, 0.2, 0.2)}),
+        (30, {}),  # 60 parts of 5 vertices
+    ],
+    ids=["shards", "shares", "few vertices"],
+)
+def test_mixed_is_metis_for_shards_and_few_vertices(parts, more):
+    graph = small_graph(n=300)
+    task = cut_task(graph, parts, **more)
+    assert np.array_equal(PARTITIONERS["mixed"](task), PARTITIONERS["metis"](task))

@@ -127,7 +127,7 @@ def unevenly(graph, chunks, shards):
         chunks=chunks,
         shards=shards,
         seed=config.seed,
-        partitioner=config.partitioner,
+        partitioner="metis",
         order=config.order,
         cache_dir="off",
     )

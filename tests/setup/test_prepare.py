@@ -1,4 +1,4 @@
-"""Digest of a graph: a run is resumed with the same graph only."""
+"""Digest of a graph: a run is resumed with the same graph only. Chunks by schedule."""
 
 import zlib
 from dataclasses import replace
@@ -10,6 +10,7 @@ from helpers import carrying, quick_config, small_graph
 from hetero_models import hetero_data
 
 from gnnpipe import Graph
+from gnnpipe.graph.chunking import make_chunking
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.prepare import prepare
 
@@ -59,3 +60,24 @@ def test_names_of_types_and_relations_count():
     renamed = [(a, f"{name}s", b) for a, name, b in types.relations]
     other = replace(graph, types=replace(types, relations=tuple(renamed)))
     assert digest(graph, TypedRows()) != digest(other, TypedRows())
+
+
+@pytest.mark.parametrize(
+    ("settings", "partitioner"),
+    [
+        ({"schedule": "async"}, "mixed"),
+        ({"schedule": "1f1b", "steps_every": 2}, "mixed"),
+        ({"schedule": "1f1b"}, "metis"),
+        ({"schedule": "async", "steps_every": 4}, "metis"),
+        ({}, "metis"),
+    ],
+    ids=["async", "some chunks a step", "one step", "one step, async", "fill-drain"],
+)
+def test_chunks_are_mixed_if_the_optimizer_steps_several_times_an_epoch(settings, partitioner):
+    graph = small_graph(n=300)
+    config = quick_config(chunks=4, **settings)
+    found = prepare(config, World.alone(), graph, Rows()).chunking
+    settings = {"partitioner": partitioner, "seed": 0, "shards": 1, "cache_dir": "off"}
+    expected = make_chunking(graph, chunks=4, **settings)
+    of_vertex = [cut.chunk_of_row()[cut.inverse] for cut in (found, expected)]
+    assert np.array_equal(*of_vertex)

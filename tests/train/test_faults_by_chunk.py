@@ -40,9 +40,11 @@ def test_the_epoch_of_the_first_fault_is_told(struck):
 
 def test_a_step_that_was_skipped_counts_for_the_rates_of_predictions(struck, monkeypatch):
     done, made = [], build.WeightUpdate
-    monkeypatch.setattr(
-        build, "WeightUpdate", lambda *parts: made(*parts, count_step=lambda: done.append(1))
-    )
+
+    def counting(*parts, **named):
+        return made(*parts, **named, count_step=lambda: done.append(1))
+
+    monkeypatch.setattr(build, "WeightUpdate", counting)
     executors, real = [], loop.train_epochs
 
     def train(rank_runtime, *rest):

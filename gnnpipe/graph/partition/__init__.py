@@ -8,6 +8,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from gnnpipe.graph.partition.task import (
+    METIS_BASED,
     PARTITIONERS,
     Objective,
     Partitioner,
@@ -18,6 +19,7 @@ from gnnpipe.graph.partition.task import (
 )
 
 __all__ = [
+    "METIS_BASED",
     "PARTITIONERS",
     "Objective",
     "PartitionTask",

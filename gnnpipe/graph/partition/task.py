@@ -52,6 +52,9 @@ Partitioner: TypeAlias = Callable[[PartitionTask], Parts]
 
 PARTITIONERS: Registry[Partitioner] = Registry("partitioner")
 
+METIS_BASED = frozenset({"metis", "mixed"})
+"""Partitioners that call METIS."""
+
 
 def vertex_work(graph: Graph) -> npt.NDArray[np.int64]:
     """Twice the work of each vertex [N], which is 50 + its degree (GNNPipe's weight).
