@@ -1,4 +1,4 @@
-"""Digest of a graph: a run is resumed with the same graph only. Chunks by schedule."""
+"""Digest of a graph: a run is resumed with the same graph only. Chunks, and what is said of them."""
 
 import zlib
 from dataclasses import replace
@@ -11,6 +11,7 @@ from hetero_models import hetero_data
 
 from gnnpipe import Graph
 from gnnpipe.graph.chunking import make_chunking
+from gnnpipe.run.summary import SMALL_CHUNK, head_lines
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.prepare import prepare
 
@@ -81,3 +82,19 @@ def test_chunks_are_mixed_if_the_optimizer_steps_several_times_an_epoch(settings
     expected = make_chunking(graph, chunks=4, **settings)
     of_vertex = [cut.chunk_of_row()[cut.inverse] for cut in (found, expected)]
     assert np.array_equal(*of_vertex)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_said"),
+    [
+        ({"schedule": "async", "hidden": 8}, True),
+        ({"schedule": "async", "hidden": SMALL_CHUNK // 75}, True),
+        ({"schedule": "async", "hidden": SMALL_CHUNK // 75 + 1}, False),
+        ({"hidden": 8}, False),
+    ],
+    ids=["small", "just small", "large", "fill-drain"],
+)
+def test_chunks_that_are_too_small_for_steps_of_their_own_are_told(settings, is_said):
+    config = quick_config(chunks=4, layers=2, **settings)
+    prepared = prepare(config, World.alone(), small_graph(n=300), None)
+    assert any("calls take longer" in line for line in head_lines(prepared)) == is_said
