@@ -277,8 +277,11 @@ def measured_lines(rows: list[Row]) -> list[str]:
         )
 
     def kept(found: dict[str, list[float]], limit: float) -> str:
-        counts = (f"{sum(one <= limit for one in found[way])} with {way}" for way in (ASYNC, AHEAD))
-        return f"{' and '.join(counts)} of {len(found[ASYNC])} cells"
+        number = len(found[ASYNC])
+        counts = [
+            f"{sum(one <= limit for one in found[way])} of {number}" for way in (ASYNC, AHEAD)
+        ]
+        return f"{counts[0]} cells (with two passes ahead {counts[1]})"
 
     return [
         "## Measured",

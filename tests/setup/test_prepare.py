@@ -1,4 +1,4 @@
-"""Digest of a graph (a run is resumed with the same graph only); chunks and what is said of them."""
+"""Digest of a graph (a run is resumed with the same graph only); how chunks are cut, and told."""
 
 import zlib
 from dataclasses import replace
