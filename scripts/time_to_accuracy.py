@@ -85,8 +85,8 @@ SAMPLERS: dict[str, list[Setting]] = {
     ],
 }
 SAMPLER_KINDS = {"NeighborLoader": "neighbor", "ClusterLoader": "cluster"}
-ASYNC_EPOCHS = (50, 25)
-"""The learning rate falls to 0 over the epochs, so that their number is a setting."""
+ASYNC = ((32, 50), (16, 50), (32, 25), (16, 25))
+"""Chunks and epochs. The learning rate falls to 0 over the epochs: their number is a setting."""
 
 Row = dict[str, Any]
 
@@ -113,8 +113,8 @@ def contenders(cell: Cell, rows: list[Row]) -> list[tuple[str, Setting]]:
     tuned = {name: rate[name] for name in ("lr", "schedule")} | {"epochs": TUNED_EPOCHS}
     default = DEFAULT_LR | {"epochs": 2 * TUNED_EPOCHS}
     fast: list[tuple[str, Setting]] = [
-        ("async", {"kind": "gnnpipe", "stages": cell.ranks, "chunks": CHUNKS, "epochs": epochs})
-        for epochs in ASYNC_EPOCHS
+        ("async", {"kind": "gnnpipe", "stages": cell.ranks, "chunks": chunks, "epochs": epochs})
+        for chunks, epochs in ASYNC
     ]
     samplers = []
     for name, settings in SAMPLERS.items():
