@@ -50,13 +50,21 @@ def gone_on_with(out):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("policy", "shards", "ahead"),
-    [("predict", 1, 1), ("predict", 2, 1), ("stash", 1, 1), ("stash", 2, 1), ("predict", 1, 3)],
+    ("shards", "more"),
+    [
+        (1, {}),
+        (2, {}),
+        (1, {"weights": "stash"}),
+        (2, {"weights": "stash"}),
+        (1, {"passes_ahead": 3}),
+        (1, {"optimizer": "AdamW", "weight_decay": 0.01}),
+        (1, {"optimizer": "SGD"}),
+        (1, {"optimizer": "SGD", "momentum": 0.9, "weight_decay": 0.01}),
+        (1, {"optimizer": "RMSprop"}),
+    ],
 )
-def test_stopped_at_a_flush_and_gone_on_with_is_the_same_to_the_bit(
-    policy, shards, ahead, tmp_path
-):
-    settings = RUN | {"weights": policy, "shards": shards, "passes_ahead": ahead}
+def test_stopped_at_a_flush_and_gone_on_with_is_the_same_to_the_bit(shards, more, tmp_path):
+    settings = RUN | {"shards": shards} | more
     whole, out = str(tmp_path / "whole"), str(tmp_path / "out")
     run_ranks(trained, 2 * shards, whole, settings)
     run_ranks(stopped, 2 * shards, out, settings, 6)
