@@ -43,6 +43,14 @@ class LossRows:
         # Values that are read after the aggregation are copied for the loss rows.
         return pushed * num_rows + (made + held) * self.rows
 
+    def copied_width(self, model: ModelGraph) -> int:
+        """Return the numbers that row-wise ops read of values before the last aggregation."""
+        widths = {value: width for op in model.ops for value, width in op.outputs.items()}
+        limited = [op for op in model.ops if op.name in self.ops]
+        made = {value for op in limited for value in op.outputs}
+        read = {value for op in limited if not op.aggregates for value in op.inputs}
+        return sum(widths[value] for value in read - made)
+
 
 ALL_ROWS = LossRows(0, 0)
 """Every op computes all rows."""
