@@ -78,6 +78,7 @@ def test_it_trains_as_if_it_was_passed_in(net, where):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:--profile .*the fit of")  # too small to be timed well
 def test_a_class_and_the_other_commands(net, capsys):
     words = ["--model", f"{net}/net.py:Net", "--dataset", "karate"]
     assert main(["info", *words, "--stages", "2", "--chunks", "4"]) == 0
