@@ -18,8 +18,8 @@ from gnnpipe.tasks.loss import REGRESSION
 
 SMALL_CHUNK = 1 << 16
 """Numbers of a chunk in a layer under which the calls of a chunk take longer than its numbers: on
-one core, GCN of 4 layers of 64, an epoch of 32 chunks of 39,000 took 2.3 times as long as the full
-batch, and one of 8 chunks of 158,000 numbers 1.3 times (pubmed, 28 November 2026)."""
+one core, GCN of 4 layers of 64, an async epoch of 32 chunks of 39,000 took 2.6 times as long as the
+full batch, and one of 8 chunks of 158,000 numbers 1.2 times (pubmed, by hand, 28 November 2026)."""
 
 
 def _count(number: int, thing: str) -> str:
