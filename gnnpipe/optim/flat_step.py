@@ -2,8 +2,9 @@
 
 torch's optimizers go through their weights one by one. For 14 small weights a fused step of Adam
 took 0.38 ms, for one tensor of as many numbers 0.15 ms (by hand, a busy machine of two cores, 28
-November 2026). That counts with a step after each chunk, and so do the copies and predictions of the weight policies. Here the weights, and their parts of
-the optimizer's state, are views of flat tensors. A second optimizer of the same class steps these.
+November 2026). That counts with a step after each chunk, and so do the copies and predictions of
+the weight policies. Here the weights, and their parts of the optimizer's state, are views of flat
+tensors. A second optimizer of the same class steps these.
 """
 
 from __future__ import annotations
