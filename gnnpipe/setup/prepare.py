@@ -520,12 +520,12 @@ def warn_of_stale_rows(prepared: Prepared, world: World) -> None:
     if share:
         warn(
             f"--label-inputs {share:g}: stale rows carry labels that were inputs in the last "
-            "epoch, also those that are trained on now; exact with {exact}"
+            f"epoch, also those that are trained on now; exact with {exact}"
         )
     if not any(op.is_mean for op in model.ops):
         return
     what = "normalises over all vertices: statistics include stale rows of later chunks"
-    what += "" if by_chunk else ", forecast by --staleness auto"
+    what += " (zeros in the first epoch)" if by_chunk else ", forecast by --staleness auto"
     if any(op.structure == SUM for op in model.ops):
         what = "sums over all vertices: the parts of later chunks are those of the last epoch"
     warn(f"model: {model.name} {what}; exact with {exact}")
