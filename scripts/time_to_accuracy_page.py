@@ -205,7 +205,8 @@ the closed form of a ring.
 constant. *Async*: `--schedule async` with defaults (a step a chunk, cosine), 32 or 16 chunks, \
 100, 50 or 25 epochs. Peers have torch CSR products with kept transposed matrices, sparse \
 features where the graph has them, METIS's order of the vertices, fused Adam and gnnpipe's heap, \
-which is faster than PyG's convolutions on an `edge_index` ([an epoch on one device](single_speed.md)). \
+which is faster than PyG's convolutions on an `edge_index` \
+([an epoch on one device](single_speed.md)). \
 *NeighborLoader*: PyG's, with the sampling operator of torch_sparse 0.6.18, \
 compiled alone (pyg_lib cannot be had for this torch) and \
 on one process a worker that draws batches on the second core; each layer computes only the rows \
