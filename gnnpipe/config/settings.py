@@ -312,9 +312,10 @@ class Settings:
     recompute_every: int = _shape(
         1,
         "with --recompute: how many layers (steps of a stage) to recompute together from the input "
-        "of the first, so that the inputs of the others are not stored either; for models of "
-        "hundreds of layers, see docs/how-to/reduce-memory.md",
-        low=1,
+        "of the first, so that the inputs of the others are not stored either; 0: the number that "
+        "costs least time of those that fit into memory by estimate; for models of hundreds of "
+        "layers, see docs/how-to/reduce-memory.md",
+        low=0,
     )
 
     staleness: str = _staleness(

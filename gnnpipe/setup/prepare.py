@@ -75,6 +75,7 @@ from gnnpipe.setup.inputs import (
 )
 from gnnpipe.setup.label_inputs import with_label_inputs
 from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
+from gnnpipe.setup.memory_estimate import fit_recompute_every
 from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric, kept_by_loss
@@ -122,7 +123,8 @@ def prepare(
         config, world, graph, given, digest, chosen, metric, model_graph, loss_fn, optimizer
     )
     with naming_plan(planner):
-        return _prepared(inputs, _plan(inputs, planner), refill_epochs)
+        found = _prepared(inputs, _plan(inputs, planner), refill_epochs)
+    return fit_recompute_every(found, world)
 
 
 @dataclass(frozen=True)
