@@ -19,6 +19,7 @@ import scipy.sparse as sp
 from torch import nn
 
 from gnnpipe.config import TrainConfig
+from gnnpipe.config.settings import BY_CHUNK
 from gnnpipe.config.validation import check_schedule, check_staleness
 from gnnpipe.data.load import configured_graph
 from gnnpipe.errors import InputError
@@ -49,14 +50,7 @@ from gnnpipe.planner import (
 )
 from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.world import World
-from gnnpipe.schedule import (
-    EXACT_SCHEDULE,
-    SCHEDULES,
-    CheckedProgram,
-    GradientScope,
-    training_program,
-    with_forecast,
-)
+from gnnpipe.schedule import EXACT_SCHEDULE, CheckedProgram, training_program, with_forecast
 from gnnpipe.setup.by_chunk import check_edges, partitioner_of, program_by_chunk, why_not_async
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import (
@@ -421,7 +415,7 @@ def training_programs(
     check_staleness(config, chunks, schedule)
     buckets = gradient_buckets(model, dag.plan, number_dtype(config).itemsize)
     exact = training_program(dag, buckets, EXACT_SCHEDULE)
-    if SCHEDULES[schedule].scope is GradientScope.OWN_CHUNK:
+    if schedule in BY_CHUNK:
         usual = program_by_chunk(config, dag, buckets)
     else:
         usual = training_program(dag, buckets)
