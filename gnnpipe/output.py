@@ -174,3 +174,18 @@ def _erase_step() -> None:
             if step.is_drawn:
                 print(_CLEAR, end="", file=sys.stderr, flush=True)
             step.is_drawn = False
+
+
+def human_bytes(size: float) -> str:
+    """Return a size as text, in the unit that fits.
+
+    >>> human_bytes(3 * 2**20)
+    '3.0 MiB'
+    """
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} GiB"

@@ -197,6 +197,15 @@ class Recording:
         sources = (s for s in self._sources(op) if s.op != "placeholder" and self.facts[s].is_rows)
         return list(dict.fromkeys(sources))
 
+    @cached_property
+    def readers(self) -> dict[fx.Node, list[fx.Node]]:
+        """The later ops that read each op's value."""
+        found: dict[fx.Node, list[fx.Node]] = {op: [] for op in self.ops}
+        for op in self.ops:
+            for source in self.inputs(op):
+                found[source].append(op)
+        return found
+
     def reads_features(self, op: fx.Node) -> bool:
         """Whether an op or a helper of it reads the input features."""
         return any(is_input(source, FEATURES) for source in self._sources(op))

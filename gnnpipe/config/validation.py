@@ -97,7 +97,7 @@ def _check_model(config: Settings) -> None:
 
 
 def _check_recomputation(config: Settings) -> None:
-    if config.recompute_every > 1 and not config.recompute:
+    if config.recompute_every != 1 and not config.recompute:
         raise InputError(
             f"--recompute-every {config.recompute_every}: has no effect without --recompute; give "
             "both, or leave it out"

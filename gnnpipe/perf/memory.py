@@ -1,11 +1,9 @@
 """Estimates the memory of a rank from sizes, before anything is allocated.
 
 Counted: the graph's structure, features (first stage), history tables with snapshots and gradients,
-tensors that autograd keeps until backward, weights with gradients and Adam's two moments, probe
-vertices of a forecast, and the peak while the rank is built. Training or evaluation is counted,
-whichever needs more. Not counted: the interpreter and torch, and the graph as it was read. The peak
-while the graph is read and partitioned is separate, because this comes before training
-(``partition_bytes``).
+tensors kept until backward, weights with gradients and Adam's two moments, probe vertices of a
+forecast, and the peak while the rank is built; of training and evaluation whichever needs more.
+Not counted: the interpreter and torch, and the graph as it was read.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 
+from gnnpipe.perf.segment_memory import input_numbers, kept_by_forward, most_in_backward
 from gnnpipe.plan import (
     ALL_ROWS,
     LossRows,
@@ -22,6 +21,7 @@ from gnnpipe.plan import (
     Op,
     Plan,
     RowWay,
+    Segments,
     StageDag,
     precomputed_aggregations,
     shared_tables,
@@ -31,8 +31,6 @@ ON_TOP = "the interpreter and torch, about 0.5 GiB, come on top, and on CPUs hol
 """For messages that show an estimate."""
 
 _INDEX_BYTES, _FLOAT64_BYTES, _LONG_BYTES = 4, 8, 8
-_METIS_ENTRY_BYTES = 110
-"""Memory of METIS per adjacency entry, with the copies of its input (measured: 105 to 110)."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +111,8 @@ class MemorySettings:
     """Stale rows come from a snapshot, a second table."""
     recompute: bool
     """In all stages; a plan may also say so for some stages (``StagePlan.recompute``)."""
+    recompute_every: int = field(default=1, kw_only=True)
+    """Steps that are recomputed together, if ``recompute`` is true."""
     is_exact: bool
     """The program has no stale reads."""
     number_bytes: int
@@ -143,14 +143,6 @@ def estimate_memory(
         rank.structure(), rank.features(), rank.history(), rank.activations(), rank.weights()
     )
     return replace(parts, setup=max(0, rank.setup_peak(parts.structure) - parts.total))
-
-
-def partition_bytes(graph_bytes: int, num_edges: int, uses_metis: bool) -> int:
-    """Returns the peak while a graph is read and partitioned, before training, on rank 0.
-
-    The graph and its renumbered copy; METIS runs beside the graph alone.
-    """
-    return graph_bytes + max(graph_bytes, _METIS_ENTRY_BYTES * num_edges * uses_metis)
 
 
 @dataclass(frozen=True)
@@ -368,8 +360,11 @@ class RankMemory:
         """Kept tensors and temporaries of training, or evaluation's values and tables if larger."""
         own, pairs = self.sizes.own_rows, 0
         kept = self._kept_by_op()
-        numbers = int(self.kept_share * (sum(kept.values()) + self._copies()))
-        numbers += self._passing(kept)
+        if self.settings.recompute and self.settings.recompute_every > 1:
+            numbers = self._kept_in_segments(kept) + self._passing(dict.fromkeys(kept, 0))
+        else:
+            numbers = self._passing(kept)
+            numbers += int(self.kept_share * (sum(kept.values()) + self._copies()))
         if self.plan.chunks > 1 and not self.settings.in_flight:
             numbers += self._waiting_gradients()
         for op in self.ops:
@@ -479,6 +474,27 @@ class RankMemory:
             found[op.name] = kept - in_tables[op.name]
         return found
 
+    def _kept_in_segments(self, inputs: dict[str, int]) -> int:
+        """Numbers kept until backward if several steps are recomputed together."""
+        whole, lasting = {}, self._copies()
+        for op in self.ops:
+            rows = self.sizes.own_rows[op.vertex_type]
+            whole[op.name] = self.sizes.loss_rows.kept_numbers(op, rows, recompute=False)
+            whole[op.name] += op.kept_per_edge * self.entries
+            if op.aggregates and not self.is_alone:  # the table holds other rows by then
+                rows = self.sizes.loss_rows.rows_of(op.name, rows)
+                stays = min(max(inputs[op.name], 0), op.push_width * rows)
+                inputs[op.name] -= stays
+                whole[op.name] -= op.push_width * rows
+                lasting += stays
+        segments = Segments(max(self.depths.values()) + 1, self.settings.recompute_every)
+        ops = input_numbers(self.model, self.plan.stages[self.stage].ops, inputs, whole)
+        forward = kept_by_forward(ops, segments)
+        # Without stale reads, all chunks go back through a step before the step in front of it.
+        parts = 1 if self.settings.is_exact else self.plan.chunks
+        in_backward = most_in_backward(ops, segments) // parts
+        return int(self.kept_share * (forward + lasting)) - forward // parts + in_backward
+
     def _kept_in_tables(self) -> dict[str, int]:
         """Numbers that each op keeps until backward as rows of a history table."""
         sizes = self.sizes
@@ -579,18 +595,3 @@ class RankMemory:
             loss_rows, entries = self.sizes.graph_loss_rows, self.sizes.graph_edges + rows
         limited = loss_rows.edges + loss_rows.rows if loss_rows.ops else 0
         return max(whole + copied * entries, structure + 2 * _LONG_BYTES * limited)
-
-
-def human_bytes(size: float) -> str:
-    """Return a size as text, in the unit that fits.
-
-    >>> human_bytes(3 * 2**20)
-    '3.0 MiB'
-    """
-    if size < 1024:
-        return f"{size:.0f} B"
-    for unit in ("KiB", "MiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} GiB"

@@ -12,8 +12,9 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 
+from gnnpipe.plan.late_steps import late_steps
 from gnnpipe.plan.plan import Plan
 from gnnpipe.plan.row_ways import RowWay
 
@@ -278,8 +279,9 @@ class ModelGraph:
     def depths(self, ops: Sequence[int]) -> list[int]:
         """Return the step in which each of a stage's ``ops`` ends.
 
-        The number of the step is the length of the longest chain of aggregations up to the op. An
-        aggregation pushes its rows in the step before.
+        The number of the step is the length of the longest chain of aggregations up to the op, or
+        more for an op that is read later (``late_steps``). An aggregation pushes its rows in the
+        step before.
         """
         reached: dict[int, int] = {}
         for i in ops:
@@ -287,7 +289,29 @@ class ModelGraph:
             for source in self.reads[i]:
                 depth = max(depth, reached.get(source, 0))
             reached[i] = depth + self.ops[i].aggregates
-        return list(reached.values())
+        found = late_steps(
+            reached, self.readers.__getitem__, lambda i: self.ops[i].aggregates, self._may_wait
+        )
+        return list(found.values())
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each op, the later ops that read its values."""
+        found: list[list[int]] = [[] for _ in self.ops]
+        for i, sources in enumerate(self.reads):
+            for source in sources:
+                found[source].append(i)
+        return tuple(map(tuple, found))
+
+    def _may_wait(self, i: int) -> bool:
+        """Whether an op may run later than it could (``late_steps``)."""
+        op, sources = self.ops[i], self.reads[i]
+        if op.aggregates or op.reads_features or op.is_one_row or len(sources) != 1:
+            return False
+        row_wise = (r for r in self.readers[sources[0]] if not self.ops[r].aggregates)
+        is_shared = len(list(islice(row_wise, 2))) > 1
+        width = sum(self.ops[sources[0]].outputs.values())
+        return is_shared and sum(op.outputs.values()) >= width
 
     def num_steps(self, ops: Sequence[int]) -> int:
         """Return the number of steps of a stage: its longest chain of aggregations plus 1."""

@@ -19,9 +19,9 @@ from itertools import product
 
 from gnnpipe.errors import InputError
 from gnnpipe.garbage_collector import collector_paused
+from gnnpipe.output import human_bytes
 from gnnpipe.perf.closed_form import ClosedForm
 from gnnpipe.perf.group_times import Group
-from gnnpipe.perf.memory import human_bytes
 from gnnpipe.perf.workload import Workload
 from gnnpipe.plan import Plan, ShardSplit, StageDag, StagePlan
 from gnnpipe.planner.candidate import MAX_CHUNKS, Candidate, SearchSpace

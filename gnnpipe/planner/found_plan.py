@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from gnnpipe.output import human_bytes
 from gnnpipe.perf.closed_form import ClosedForm
-from gnnpipe.perf.memory import human_bytes
 from gnnpipe.perf.what_if import critical_shares, task_group, task_place
 from gnnpipe.plan import Plan, StagePlan
 from gnnpipe.planner.candidate import Candidate, SearchSpace

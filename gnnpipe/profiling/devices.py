@@ -7,7 +7,6 @@ make slow counts as slow. Ranks that share cores are measured in turns.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,14 +15,14 @@ from itertools import combinations
 
 import torch
 
-from gnnpipe.machine import machine_key, memory_bytes
+from gnnpipe.machine import machine_key
 from gnnpipe.plan import Placement
 from gnnpipe.plan.cluster import NO_LINK, Cluster, Device, Link
 from gnnpipe.profiling.links import LinkTest, message_links
 from gnnpipe.profiling.steps import measured_epochs
 from gnnpipe.runtime.comm.cpu_affinity import crowding
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.memory_estimate import rank_memory_bytes
 from gnnpipe.setup.prepared import Prepared
 
 FEWEST, MOST, MIN_TIME_S = 3, 25, 1.0
@@ -222,10 +221,3 @@ def relative_to_fastest(cluster: Cluster) -> Cluster:
     speeds = RankSpeeds.of_cluster(cluster).speeds
     devices = (replace(d, speed=s) for d, s in zip(cluster.devices, speeds, strict=True))
     return replace(cluster, devices=tuple(devices))
-
-
-def rank_memory_bytes(world: World) -> int:
-    """Return the memory of this rank's device; on CPUs the rank's part of the machine's."""
-    if world.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(world.device).total_memory)
-    return memory_bytes() // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)

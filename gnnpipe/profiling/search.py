@@ -35,7 +35,6 @@ from gnnpipe.profiling.devices import (
     RankSpeeds,
     measure_cluster,
     measure_speeds,
-    rank_memory_bytes,
     relative_to_fastest,
 )
 from gnnpipe.profiling.links import BRIEF
@@ -45,7 +44,7 @@ from gnnpipe.profiling.scenario import GraphShape, Scenario
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.inputs import number_dtype, row_dtype, settled_config
-from gnnpipe.setup.memory_estimate import check_memory, memory_settings
+from gnnpipe.setup.memory_estimate import check_memory, memory_settings, rank_memory_bytes
 from gnnpipe.setup.prepare import training_programs
 from gnnpipe.setup.prepared import Prepared, chunk_order, epochs_to_flush
 

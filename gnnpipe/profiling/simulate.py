@@ -15,10 +15,11 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.config.validation import check_timed
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
+from gnnpipe.output import human_bytes
 from gnnpipe.perf import Profile, TimeShares, time_shares
 from gnnpipe.perf import simulate as simulate_tasks
 from gnnpipe.perf.hardware import hardware_memory_bytes, hardware_profile
-from gnnpipe.perf.memory import ON_TOP, human_bytes
+from gnnpipe.perf.memory import ON_TOP
 from gnnpipe.perf.predicted import simulated_epochs
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.unroll import program_tasks

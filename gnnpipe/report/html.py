@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gnnpipe.errors import InputError
 from gnnpipe.files import Fields, open_plain
-from gnnpipe.perf.memory import human_bytes
+from gnnpipe.output import human_bytes
 from gnnpipe.report.gantt import MOST_SPANS, critical_words, gantt
 from gnnpipe.report.run import Run, read_run
 from gnnpipe.report.svg import MOST_POINTS, Line, bars, escape, line_chart

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES
-from gnnpipe.perf.memory import ON_TOP, MemoryEstimate, human_bytes
+from gnnpipe.output import human_bytes
+from gnnpipe.perf.memory import ON_TOP, MemoryEstimate
 from gnnpipe.plan import RowWay
 from gnnpipe.run.epoch_times import prediction_line, time_lines
 from gnnpipe.run.exact_epochs import LONGEST

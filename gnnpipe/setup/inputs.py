@@ -24,8 +24,7 @@ from gnnpipe.machine import memory_bytes
 from gnnpipe.models import GNN, MODELS, LayerSpec, Model
 from gnnpipe.models.layer_probe import check_layers
 from gnnpipe.ops.bf16_matmul import is_worth_rounding
-from gnnpipe.output import warn
-from gnnpipe.perf.memory import human_bytes
+from gnnpipe.output import human_bytes, warn
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.user_model import is_user_model, load_maker, make_user_model

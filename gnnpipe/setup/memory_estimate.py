@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,17 +22,25 @@ from gnnpipe.graph.quality import copied_rows, crossing_degrees
 from gnnpipe.machine import memory_bytes
 from gnnpipe.ops.hashed_dropout import GROUP_BYTES
 from gnnpipe.optim.weight_policies import copies_held
+from gnnpipe.output import human_bytes
 from gnnpipe.perf import MemoryEstimate, MemorySettings, ShardSizes, estimate_memory
-from gnnpipe.perf.memory import human_bytes, partition_bytes
 from gnnpipe.runtime.comm.launch import launched_local_rank
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.world import World
 from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.by_chunk import partitioner_of
 from gnnpipe.setup.chunk_sizes import feature_entries
-from gnnpipe.setup.inputs import number_dtype, row_dtype
+from gnnpipe.setup.inputs import number_dtype, reason_not_recorded, row_dtype
 from gnnpipe.setup.loss_rows import loss_rows_of_shard
 from gnnpipe.setup.prepared import Prepared
+from gnnpipe.setup.recompute_every import fastest_that_fits, recomputing
 from gnnpipe.tasks.loss import kept_by_loss
+
+_METIS_ENTRY_BYTES = 110
+"""Memory of METIS per adjacency entry, with the copies of its input (measured: 105 to 110)."""
+
+_GROWTH = 1.4
+"""The most that the memory of a process grew by, over its estimate (docs/how-to)."""
 
 Counts = npt.NDArray[np.int64]
 
@@ -113,10 +122,48 @@ def check_memory(prepared: Prepared, mesh: Mesh) -> None:
         where = "GPU" if mesh.device.type == "cuda" else "machine"
         error = InputError(
             f"model {prepared.model.size_text}: {ranks} at least {human_bytes(needed_bytes)}, and "
-            f"this {where} has {human_bytes(capacity_bytes)}; try --recompute, a smaller --hidden, "
+            f"this {where} has {human_bytes(capacity_bytes)}; "
+            f"try {_recomputation_that_fits(prepared, places, capacity_bytes)}a smaller --hidden, "
             "or more --stages or --shards on more machines"
         )
     mesh.agree(error)
+
+
+def _recomputation_that_fits(
+    prepared: Prepared, places: Sequence[tuple[int, int]], capacity_bytes: int
+) -> str:
+    """Returns the flags, with a comma, that may make a run fit; '' if recomputation cannot."""
+    if reason_not_recorded(prepared.model):
+        return ""
+    every = fastest_that_fits(
+        prepared,
+        lambda other: sum(least_memory_bytes(other, *place) for place in places),
+        capacity_bytes,
+    )
+    if every is None:
+        return ""
+    return "--recompute, " if every == 1 else f"--recompute --recompute-every {every}, "
+
+
+def fit_recompute_every(prepared: Prepared, world: World) -> Prepared:
+    """Returns the run with the number of steps that ``--recompute-every 0`` leaves open.
+
+    If none fits by estimate, the number is 1.
+    """
+    if prepared.config.recompute_every:
+        return prepared
+    capacity_bytes = int(min(world.gather(rank_memory_bytes(world))) / _GROWTH)
+    every = fastest_that_fits(
+        prepared, lambda other: max(e.on_device for e in memory_by_rank(other)), capacity_bytes
+    )
+    return recomputing(prepared, every or 1)
+
+
+def rank_memory_bytes(world: World) -> int:
+    """Return the memory of this rank's device; on CPUs the rank's part of the machine's."""
+    if world.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(world.device).total_memory)
+    return memory_bytes() // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
 def partition_memory_bytes(prepared: Prepared) -> int:
@@ -129,7 +176,9 @@ def partition_memory_bytes(prepared: Prepared) -> int:
     order = resolve_order(config.order, partitioner, graph.num_vertices)
     is_cut = plan.chunks * plan.most_shards > 1 and partitioner in METIS_BASED
     edges = graph.num_edges * (1 if graph.is_symmetric else 2)
-    return partition_bytes(sum(a.nbytes for a in arrays), edges, is_cut or order == "metis")
+    graph_bytes, runs_metis = sum(a.nbytes for a in arrays), is_cut or order == "metis"
+    # The graph and its renumbered copy; METIS runs beside the graph alone.
+    return graph_bytes + max(graph_bytes, _METIS_ENTRY_BYTES * edges * runs_metis)
 
 
 def memory_settings(
@@ -151,6 +200,7 @@ def memory_settings(
         symmetric=is_symmetric,
         snapshot=config.staleness_settings_for(chunks, schedule).snapshot_every > 1,
         recompute=config.recompute,
+        recompute_every=max(config.recompute_every, 1),
         is_exact=is_exact,
         number_bytes=number_dtype(config).itemsize,
         row_bytes=row_dtype(config).itemsize,

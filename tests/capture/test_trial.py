@@ -273,3 +273,50 @@ def test_a_frozen_norm_and_dropout_are_row_wise_work(kind, chunks):
         assert torch.equal(value, before[name].to(value.dtype)), name
     x, edges = torch.from_numpy(graph.x).double(), torch.from_numpy(graph.edge_index)
     torch.testing.assert_close(trainer.predict(), model(x, edges).detach(), rtol=1e-8, atol=1e-10)
+
+
+class Mapped(nn.Module):
+    """A convolution of rows that pass through ``change``."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.lin, self.conv = change, nn.Linear(7, 8), pyg.GCNConv(8, 3)
+
+    def forward(self, x, edge_index):
+        return self.change(self.conv(self.lin(x), edge_index))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (torch.log, "its result is NaN on a sample"),
+        (lambda x: x + (0 * x).sqrt(), r"the gradient of lin\.weight is NaN on a sample"),
+    ],
+)
+def test_nan_on_the_sample_is_named(change, what):
+    with pytest.raises(InputError, match=f"model: {what} .*; keep logarithms, roots"):
+        Trainer(quick_config(chunks=2), graph=small_graph(), model=Mapped(change)).fit()
+
+
+class OneClassLess(nn.Module):
+    """Gives a class a score of minus infinity; and others when it is traced, if ``lies``."""
+
+    def __init__(self, lies):
+        super().__init__()
+        self.lies, self.conv = lies, pyg.GCNConv(7, 3)
+
+    def forward(self, x, edge_index):
+        is_traced = type(x) is not torch.Tensor
+        x = self.conv(x, edge_index)
+        if self.lies and is_traced:
+            x = 2 * x
+        return torch.cat([x, torch.full_like(x[:, :1], -torch.inf)], 1)
+
+
+def test_minus_infinity_hides_no_other_difference():
+    graph = small_graph(classes=4)
+    graph.y[graph.y == 3] = 0
+    run = quick_config(chunks=2, epochs=1)
+    assert Trainer(run, graph=graph, model=OneClassLess(lies=False)).fit().loss > 0
+    with pytest.raises(InputError, match="gives other numbers than the model on a sample"):
+        Trainer(run, graph=graph, model=OneClassLess(lies=True)).fit()

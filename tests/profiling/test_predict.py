@@ -12,8 +12,8 @@ from profiles import prepared_of, profile_of
 
 from gnnpipe import Trainer
 from gnnpipe.cli.main import main
+from gnnpipe.output import human_bytes
 from gnnpipe.perf import read_trace, simulate
-from gnnpipe.perf.memory import human_bytes
 from gnnpipe.profiling import predict as predicting
 from gnnpipe.profiling import profile as profiling
 from gnnpipe.profiling.predict import MIN_EPOCHS

@@ -12,8 +12,8 @@ import pytest
 from page_runs import change_result, hostile_words, trained_run
 
 from gnnpipe.cli.main import main
+from gnnpipe.output import human_bytes
 from gnnpipe.perf import Span, Trace, read_trace
-from gnnpipe.perf.memory import human_bytes
 from gnnpipe.report.gantt import MOST_SPANS, critical_words, gantt, shown
 from gnnpipe.report.html import page
 from gnnpipe.report.run import read_run

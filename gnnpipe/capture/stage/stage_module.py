@@ -10,6 +10,7 @@ import copy
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import filterfalse, islice
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from gnnpipe.capture.stage.step_calls import (
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.models.layer import Rows, Values
 from gnnpipe.models.stage_module import Aggregation, MeanOfRows, Received, StageModule
+from gnnpipe.plan import late_steps
 
 
 class Cut:
@@ -47,10 +49,9 @@ class Cut:
         """``ops``: ascending positions in ``recording.ops``."""
         self.recording = recording
         self.ops = [recording.ops[i] for i in ops]
-        self.depth: dict[fx.Node, int] = {}
-        for op in self.ops:
-            reached = max((self.depth.get(s, 0) for s in recording.inputs(op)), default=0)
-            self.depth[op] = reached + recording.aggregates(op)
+        self._positions = dict(zip(self.ops, ops, strict=True))
+        self.depth = self._steps()
+        """The step in which each op runs."""
         self.num_steps = max(self.depth.values()) + 1
         self.running: list[list[fx.Node]] = [[] for _ in range(self.num_steps)]
         """By step: ops that are computed in it."""
@@ -76,6 +77,26 @@ class Cut:
             for step in range(self.depth.get(value, 0), last):
                 self.carried[step].append(value)
         self.carried.append(self.leaving)
+
+    def _steps(self) -> dict[fx.Node, int]:
+        recording, earliest = self.recording, dict[fx.Node, int]()
+        for op in self.ops:
+            reached = max((earliest.get(s, 0) for s in recording.inputs(op)), default=0)
+            earliest[op] = reached + recording.aggregates(op)
+        return late_steps(
+            earliest, recording.readers.__getitem__, recording.aggregates, self._may_wait
+        )
+
+    def _may_wait(self, op: fx.Node) -> bool:
+        """Whether an op may run later than it could, as in ``ModelGraph.depths``."""
+        recording, sources = self.recording, self.recording.inputs(op)
+        if recording.aggregates(op) or recording.reads_features(op) or is_mean(op):
+            return False
+        if len(sources) != 1:
+            return False
+        row_wise = filterfalse(recording.aggregates, recording.readers[sources[0]])
+        is_shared = len(list(islice(row_wise, 2))) > 1
+        return is_shared and recording.facts[op].width >= recording.facts[sources[0]].width
 
     def pushed(self, op: fx.Node) -> list[fx.Node]:
         """Values whose rows an aggregation pushes; of a sum, the chunk's part of it."""
@@ -104,7 +125,7 @@ class Cut:
         of_edges = {call for call in op.all_input_nodes if facts[call].of_edges}
         shapes = {call: facts[call].shape for call in op.all_input_nodes if facts[call].is_rows}
         # Distinct from the sites of recorded dropouts and of other convolutions.
-        site = (self.recording.ops.index(op) + 1) << 16
+        site = (self._positions[op] + 1) << 16
         form = facts[op].form
         assert form is not None
         return BlockConv(conv, op, shapes, form, facts[op].drops, site, of_edges)

@@ -291,8 +291,10 @@ def check_equals_model(
     every = run.module.named_parameters(remove_duplicate=False)
     recorded = {names[path]: p for path, p in every if path in names}
     grads = [p.grad for p in plain.parameters() if p.grad is not None]
-    rounding = 1e-10 * max([1.0, *(float(grad.abs().max()) for grad in grads)])
+    rounding = 1e-10 * max([1.0, *map(_largest, grads)])
     for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            _check_no_nan(parameter.grad, f"the gradient of {name} is")
         if not _same_gradient(parameter, recorded.get(name), rounding):
             hint = "forward makes its own gradients (autograd.Function, in place under no_grad)"
             refuse(f"the gradient of {name} is another in its recording", f"{hint}, {BY_HAND}")
@@ -339,9 +341,26 @@ def _recorded_values(run: SampleRun, sample: Sample, is_training: bool) -> Found
     return again.whole
 
 
+def _check_no_nan(truth: Tensor, what: str) -> None:
+    """Raises ``InputError`` for NaN, which equals no other number; ``what``: subject and verb."""
+    if truth.isnan().any():
+        refuse(
+            f"{what} NaN on a sample with random features, so that its recording cannot be checked",
+            "keep logarithms, roots and divisions away from 0 and from negative numbers (clamp, or "
+            f"add an epsilon), {BY_HAND}",
+        )
+
+
+def _largest(numbers: Tensor) -> float:
+    """The largest finite magnitude; 0 if there is none."""
+    magnitudes = numbers.detach().abs()
+    return float(magnitudes[magnitudes.isfinite()].amax()) if magnitudes.isfinite().any() else 0.0
+
+
 def _check_close(truth: Tensor, found: Tensor, when: str) -> None:
+    _check_no_nan(truth, f"its result{when} is")
     # Some PyG convolutions compute edge weights in float32 for rows of any dtype.
-    if not torch.allclose(truth, found, 1e-6, 1e-6 * max(float(truth.detach().abs().max()), 1.0)):
+    if not torch.allclose(truth, found, 1e-6, 1e-6 * max(_largest(truth), 1.0)):
         refuse(
             f"its recording gives other numbers than the model{when} on a sample (by "
             f"{float((truth - found).detach().abs().max()):.1e})",
@@ -353,4 +372,4 @@ def _same_gradient(truth: Tensor, found: Tensor | None, rounding: float) -> bool
     """Whether two gradients are equal; ``rounding``: error of one that is zero in exact numbers."""
     a = torch.zeros_like(truth) if truth.grad is None else truth.grad
     b = torch.zeros_like(truth) if found is None or found.grad is None else found.grad
-    return torch.allclose(a, b, 1e-5, 1e-4 * float(a.abs().max()) + rounding)
+    return torch.allclose(a, b, 1e-5, 1e-4 * _largest(a) + rounding)

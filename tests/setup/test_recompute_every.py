@@ -1,0 +1,72 @@
+"""The number of steps recomputed together, chosen by a limit of memory."""
+
+from dataclasses import replace
+
+import pytest
+from helpers import quick_config, small_graph
+
+from gnnpipe import InputError, Trainer
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup import memory_estimate
+from gnnpipe.setup.memory_estimate import check_memory, least_memory_bytes, memory_by_rank
+from gnnpipe.setup.prepare import prepare
+from gnnpipe.setup.recompute_every import fastest_that_fits, recomputing
+
+LAYERS = 24
+"""25 steps: their root is 5."""
+
+
+def prepared_with(every=1, recompute=False):
+    config = quick_config(
+        model="gcn", layers=LAYERS, hidden=16, dtype="float32",
+        recompute=recompute, recompute_every=every,
+    )  # fmt: skip
+    return prepare(config, Mesh.alone(), small_graph(n=500, degree=3))
+
+
+def total(prepared):
+    return memory_by_rank(prepared)[0].on_device
+
+
+def test_passes_first_then_memory():
+    prepared = prepared_with()
+    size = {n: total(recomputing(prepared, n)) for n in (1, 2, 4, 5, 8, 16)}
+    assert size[2] < size[5] < size[8] < size[1] or size[5] < size[1]
+    assert fastest_that_fits(prepared, total, size[1]) == 1
+    assert fastest_that_fits(prepared, total, size[1] - 1) == 5
+    assert fastest_that_fits(prepared, total, size[5] - 1) == min((2, 4), key=size.get)
+    assert fastest_that_fits(prepared, total, min(size.values()) - 1) is None
+
+
+def test_a_refusal_names_the_number_that_fits(monkeypatch):
+    prepared = prepared_with()
+    needed = least_memory_bytes(recomputing(prepared, 5), 0, 0)
+    assert needed < least_memory_bytes(recomputing(prepared, 1), 0, 0)
+    monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: needed)
+    with pytest.raises(InputError, match="try --recompute --recompute-every 5, a smaller --hidden"):
+        check_memory(prepared, Mesh.alone())
+    monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: 1)
+    with pytest.raises(InputError, match="try a smaller --hidden"):
+        check_memory(prepared, Mesh.alone())
+
+
+def test_zero_is_settled_by_the_memory_of_the_machine(monkeypatch):
+    assert prepared_with(0, recompute=True).config.recompute_every == 1
+    size = total(recomputing(prepared_with(), 5))
+    monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: int(1.4 * size) + 2)
+    assert prepared_with(0, recompute=True).config.recompute_every == 5
+    monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: 1)
+    assert prepared_with(0, recompute=True).config.recompute_every == 1
+
+
+def test_zero_trains_to_the_same_losses():
+    def losses(**settings):
+        config = replace(quick_config(model="gcn", layers=4, hidden=8), **settings)
+        return [row.loss for row in Trainer(config, graph=small_graph()).fit().history]
+
+    assert losses(recompute=True, recompute_every=0) == losses()
+
+
+def test_zero_is_refused_without_recompute():
+    with pytest.raises(InputError, match="--recompute-every 0: has no effect without --recompute"):
+        quick_config(recompute_every=0)
