@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gnnpipe.capture.call import method_of
+from gnnpipe.capture.call_facts import Facts
 from gnnpipe.capture.edge_work.kinds import refuse_positions
 from gnnpipe.capture.edge_work.modules import EdgeModule
 from gnnpipe.capture.edge_work.program import EdgeSets, EdgeWork, graph_of_sets, random_numbers_of
@@ -20,7 +21,7 @@ from gnnpipe.capture.signature import edge_inputs
 from gnnpipe.capture.stage.block_conv import DropoutMode
 from gnnpipe.capture.stage.stage_module import RecordedStageModule
 from gnnpipe.capture.trace import trace
-from gnnpipe.capture.trial.facts import Facts, probe
+from gnnpipe.capture.trial.facts import probe
 from gnnpipe.capture.trial.run import values_on_sample
 from gnnpipe.capture.trial.sample_graph import Sample, make_sample
 from gnnpipe.errors import InputError

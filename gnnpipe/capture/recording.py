@@ -17,13 +17,14 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from gnnpipe.capture.buffers import assigned, sources_of
+from gnnpipe.capture.call_facts import Facts
 from gnnpipe.capture.edge_work.program import EdgeWork
 from gnnpipe.capture.fx_names import FEATURES, attribute, edges_read, input_number, is_input
 from gnnpipe.capture.markers import aggregate, is_sum
 from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.capture.rules.attention import is_mapped
+from gnnpipe.capture.stage.row_work import multiplies
 from gnnpipe.capture.stage.step_calls import is_linear
-from gnnpipe.capture.trial.facts import Facts
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
 from gnnpipe.graph.types import Relation, numbered_name
@@ -146,7 +147,7 @@ class Recording:
         seen, waiting = {self.result}, [self.result]
         while waiting:
             call = waiting.pop()
-            if is_linear(self.graph_module, call):
+            if is_linear(self.graph_module, call) or multiplies(call):
                 found.add(call)
             elif not self.facts[call].form or is_mapped(
                 self.graph_module.get_submodule(str(call.target))
@@ -168,7 +169,7 @@ class Recording:
         ``dense``: vertex types whose features are dense.
         """
         return any(
-            is_linear(self.graph_module, op) and op not in self.scoring
+            (is_linear(self.graph_module, op) or multiplies(op)) and op not in self.scoring
             for op in self.ops
             if self.facts[op].vertex_type in dense or not self.maps_features(op)
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +48,16 @@ class NormReluOptions:
 _PLAIN = NormReluOptions()
 
 
+class NormWeights(NamedTuple):
+    """Scale [F], shift [F] and epsilon of a LayerNorm over F columns."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
 def norm_relu(
-    norm: nn.LayerNorm,
+    norm: nn.LayerNorm | NormWeights,
     bias: Tensor | None,
     *pairs: Tensor | None,
     options: NormReluOptions = _PLAIN,
@@ -203,7 +211,7 @@ def gcnii_mix(
     received: Tensor,
     first: Tensor,
     weight: Tensor,
-    norm: nn.LayerNorm,
+    norm: nn.LayerNorm | NormWeights,
     alpha: float,
     beta: float,
     options: NormReluOptions = _PLAIN,

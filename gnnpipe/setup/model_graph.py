@@ -11,7 +11,7 @@ from gnnpipe.capture import RecordedModel, WholeModel
 from gnnpipe.capture.link_decoder import PAIR_SCORES, PairModel
 from gnnpipe.capture.markers import is_mean, of_vertices
 from gnnpipe.capture.recording import Recording
-from gnnpipe.capture.stage.stage_module import Cut
+from gnnpipe.capture.stage.stage_module import Cut, made_in_table
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.operators import SUM
 from gnnpipe.graph.pairs import PAIRS
@@ -122,7 +122,12 @@ def _recorded_ops(recording: Recording, graph: Graph) -> tuple[Op, ...]:
             reads_features=reads,
             weights=(*weights, *recording.buffers(call)),
         )
-        ops.append(op if found is None else _with_aggregation(op, found, graph))
+        if found is not None:
+            maker = made_in_table(cut, cut.depth[call] - 1)
+            op = _with_aggregation(op, found, graph)
+            if maker is not None:
+                op = replace(op, push_maker=maker.name, holds_pushed=maker in handed_on)
+        ops.append(op)
     return tuple(ops)
 
 

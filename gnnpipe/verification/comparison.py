@@ -25,6 +25,7 @@ from torch import Tensor
 from gnnpipe.capture.link_decoder import without_pairs
 from gnnpipe.capture.markers import drop
 from gnnpipe.capture.recorded_model import RecordedModel
+from gnnpipe.capture.stage.row_work import drops_rows
 from gnnpipe.config.validation import check_verifiable
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
@@ -286,7 +287,7 @@ def _user_model(
     drops = [
         (int(call.kwargs["site"]), float(call.kwargs["probability"]))
         for call in model.recording.graph_module.graph.nodes
-        if call.target is drop and call.kwargs["probability"]
+        if (call.target is drop or drops_rows(call)) and call.kwargs["probability"]
     ]
     if drops and graph.types is not None:
         return None

@@ -103,7 +103,7 @@ def plain_losses(model, data, epochs):
 def test_equals_plain_pyg(name, chunks, monkeypatch):
     from gnnpipe.models.layer import Rows
 
-    monkeypatch.setattr(Rows, "dropout", lambda self, x, probability, site: x)
+    monkeypatch.setattr(Rows, "mask", lambda self, width, probability, site: None)
     torch.manual_seed(0)
     model, graph = MODELS[name](), small_graph()
     plain = copy.deepcopy(model).double()
@@ -160,7 +160,7 @@ def test_with_frozen_weights_stale_sums_become_exact(name, monkeypatch):
     """Law 8."""
     from gnnpipe.models.layer import Rows
 
-    monkeypatch.setattr(Rows, "dropout", lambda self, x, probability, site: x)
+    monkeypatch.setattr(Rows, "mask", lambda self, width, probability, site: None)
     torch.manual_seed(0)
     model, graph = MODELS[name](), small_graph()
     run = quick_config(epochs=6, chunks=4, staleness="none", optimizer="SGD", lr=1e-30)

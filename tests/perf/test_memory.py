@@ -155,6 +155,29 @@ class Skips(nn.Module):
         return self.leave(x)
 
 
+class LayerNormed(nn.Module):
+    """Sums of products, LayerNorm, ReLU and dropout that are one call, with residuals or not."""
+
+    def __init__(self, conv=pyg.SAGEConv, is_residual=False, width=HIDDEN):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(16, width), nn.Linear(width, 3)
+        self.convs = nn.ModuleList(conv(width, width) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.is_residual = is_residual
+
+    def made(self, x, norm):
+        return F.dropout(norm(x).relu(), 0.5, self.training)
+
+    def forward(self, x, edge_index):
+        x = self.enter(x).relu()
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            if self.is_residual:
+                x = x + conv(self.made(x, norm), edge_index)
+            else:
+                x = self.made(conv(x, edge_index), norm)
+        return self.leave(x)
+
+
 class Normed(nn.Module):
     def __init__(self, width=HIDDEN):
         super().__init__()
@@ -274,6 +297,8 @@ NETS = {
     "lstm": lambda: pyg.GraphSAGE(16, HIDDEN, 3, 3, jk="lstm"),
     "skips": Skips,
     "normed": Normed,
+    "layer norm": LayerNormed,
+    "residual": lambda: LayerNormed(pyg.GCNConv, is_residual=True),
     "GIN": lambda: pyg.GIN(16, HIDDEN, 3, 3),
     "jumping": lambda: pyg.GraphSAGE(16, HIDDEN, 3, 3, jk="cat", dropout=0.5),
 }
@@ -300,9 +325,11 @@ def test_recorded_calls_keep_what_the_sample_says(name, chunks, recompute, monke
     said += sum((op.push_width + made_again * op.kept_per_read_row) * share * N for op in blocks)
     if not recompute:
         said += sum(op.kept_per_edge for op in blocks) * (graph.num_edges + N)
+    # Rows that are copied for the loss; which of them are kept anyway, the graph does not tell.
+    copies = loss_rows.copied_widths(prepared.model_graph) * loss_rows.rows
     # Recomputed, of what is handed to a last step that makes fewer rows there are no more than
     # those; which of it that is, the graph of ops does not tell.
     waiting = sum(op.kept_per_row_recomputed for op in ops if not op.aggregates)
     spare = waiting * (N - loss_rows.rows) if recompute and loss_rows.ops else 0
     assert said - spare <= 1.15 * kept / 4
-    assert kept / 4 <= 1.03 * said
+    assert kept / 4 <= 1.03 * said + copies

@@ -22,6 +22,7 @@ from torch_geometric.nn.models.linkx import SparseLinear
 
 from gnnpipe.capture.fx_names import FEATURES, is_input
 from gnnpipe.capture.markers import aggregate, of_vertices
+from gnnpipe.capture.stage.row_work import mixed_map
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.operators import RELATION
 
@@ -120,11 +121,10 @@ def gcn2(conv: Any, x: Any, x_0: Any, edge_weight: Any = None) -> Any:
     def mapped(m: Any, weight: Any) -> Any:
         return torch.lerp(m, nn.functional.linear(m, weight.t()), conv.beta)
 
-    m = _gcn(conv, edge_weight)(x) * (1 - conv.alpha)
-    first = conv.alpha * x_0
+    m = _gcn(conv, edge_weight)(x)
     if conv.weight2 is None:
-        return mapped(m + first, conv.weight1)
-    return mapped(m, conv.weight1) + mapped(first, conv.weight2)
+        return mixed_map(m, x_0, conv.weight1, shares=(conv.alpha, conv.beta))
+    return mapped(m * (1 - conv.alpha), conv.weight1) + mapped(conv.alpha * x_0, conv.weight2)
 
 
 def _check_cached(conv: Any, x: Any) -> None:

@@ -21,6 +21,7 @@ from gnnpipe.capture.markers import in_training, is_mean, is_sum, of_all
 from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.rules.norms import update_running_statistics
 from gnnpipe.capture.stage.block_conv import BlockConv
+from gnnpipe.capture.stage.row_work import PRODUCTS, ROW_WORK, multiplies, normed_map
 from gnnpipe.capture.stage.step_calls import (
     OF_ROWS,
     LinearBy,
@@ -164,6 +165,8 @@ class StepFunction:
         writer = _Writer(cut)
         writer.take(before, flat=step == 0, has_means=step > 0 and not _may_choose(cut, step))
         writer.arrive(arrived)
+        if not ends:
+            writer.in_table = made_in_table(cut, step)
         for op in cut.running[step]:
             writer.make(op)
         pushed = tuple(
@@ -195,6 +198,17 @@ class StepFunction:
         )
 
 
+def made_in_table(cut: Cut, step: int) -> fx.Node | None:
+    """The call of a step that can make the rows that the step pushes in the history table."""
+    if len(cut.pushing[step]) != 1:
+        return None
+    (op,) = cut.pushing[step]
+    (value, *others) = cut.pushed(op)
+    is_made = value.target in ROW_WORK and value in cut.running[step]
+    is_plain = op not in cut.blocks and not is_mean(op) and not is_sum(op)
+    return value if is_made and is_plain and not others else None
+
+
 def _may_choose(cut: Cut, step: int) -> bool:
     """Whether a step may be computed for the loss rows alone (``plan.loss_rows``)."""
     is_last = step == cut.num_steps - 1
@@ -216,6 +230,10 @@ class _Writer:
         self._made: dict[fx.Node, fx.Node] = {}
         self._means: dict[fx.Node, fx.Node] = {}
         """Single rows of values that are equal for all rows; ``_made`` has them expanded."""
+        self._received: list[fx.Node] = []
+        """Aggregated rows that the step receives from products with a fixed matrix."""
+        self.in_table: fx.Node | None = None
+        """The call that makes its result in the history table."""
 
     def take(self, values: list[fx.Node], flat: bool, has_means: bool) -> None:
         """Add the values of the step before; ``flat``: they come from another stage.
@@ -238,6 +256,7 @@ class _Writer:
                 self._means[op] = self._shaped(self._call(operator.getitem, found, slice(0, 1)), op)
             else:
                 self._made[op] = self._arrive(op, found, block)
+                self._received += [] if op in self._blocks else [op]
 
     def make(self, call: fx.Node) -> None:
         """Add a call with its sources, unless its value is there."""
@@ -248,6 +267,8 @@ class _Writer:
             self._made[call] = self._graph.get_attr(str(call.target))
         elif self._recording.maps_features(call):
             self._made[call] = self._linear_of_features(call)
+        elif call.target in PRODUCTS:
+            self._made[call] = self._row_work(call)
         elif self._is_rounded(call):
             self._made[call] = self._rounded_linear(call)
         elif is_mean(call):
@@ -382,7 +403,22 @@ class _Writer:
         recording = self._recording
         if not recording.is_rounded or call in recording.scoring:
             return False
-        return is_linear(self._graph_module, call)
+        return is_linear(self._graph_module, call) or multiplies(call)
+
+    def _row_work(self, call: fx.Node) -> fx.Node:
+        """A fused call."""
+        copied = self._copy(call)
+        copied.kwargs = {**copied.kwargs, "is_rounded": self._is_rounded(call)}
+        if call.target in ROW_WORK:
+            target: Any = ROW_WORK[call.target]
+            copied.target = target
+            copied.args = (self._rows_of(call), *copied.args)
+            copied.kwargs = {**copied.kwargs, "is_pushed": call is self.in_table}
+        if call.target is normed_map:
+            received: Any = call.args[0]
+            is_alone = received in self._received and len(received.users) == 1
+            copied.kwargs = {**copied.kwargs, "overwrites": is_alone}
+        return copied
 
     def _rounded_linear(self, call: fx.Node) -> fx.Node:
         copied = self._copy(call)
@@ -442,6 +478,8 @@ class RecordedStageModule(StageModule):
         self._in_evaluation = {name: value.clone() for name, value in made.items()}
         """Values of vertices that forward makes of the edges."""
         self._steps = [StepFunction(cut, step) for step in range(cut.num_steps)]
+        last = cut.num_steps - 1
+        self._made_in_table = [made_in_table(cut, step) is not None for step in range(last)]
         self._update = BufferUpdate(cut)
         self._functions = [*(step.function for step in self._steps), self._update.function]
         self._observers = {
@@ -467,6 +505,10 @@ class RecordedStageModule(StageModule):
     ) -> tuple[Values, Values]:
         """Run one step (see ``StageModule``)."""
         return self._steps[index](values, received, rows)
+
+    def writes_output_buffer(self, index: int) -> bool:
+        """Whether a step makes pushed rows in the table (see ``StageModule``)."""
+        return index < len(self._made_in_table) and self._made_in_table[index]
 
     def set_vertex_values(self, values: Mapping[str, Tensor] | None) -> None:
         """Set the values of vertices (see ``StageModule``)."""

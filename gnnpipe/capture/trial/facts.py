@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from gnnpipe.capture.buffers import assigned, check_changed, check_weightless, own_buffers
+from gnnpipe.capture.call_facts import Facts
 from gnnpipe.capture.edge_work.program import random_numbers_of
+from gnnpipe.capture.fusion import fuse
 from gnnpipe.capture.fx_names import (
     BY_HAND,
     EDGE_VALUES,
@@ -33,10 +35,10 @@ from gnnpipe.capture.fx_names import (
 from gnnpipe.capture.markers import aggregate, assign, by_mode, drop, of_all, of_vertices
 from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.capture.rewrite import cut_vertex_weights, vertex_weights
-from gnnpipe.capture.stage.block_conv import DropoutKind, DropoutMode, Form
+from gnnpipe.capture.stage.block_conv import DropoutMode
 from gnnpipe.capture.trial.run import Found, SampleRun, copied_modules, refuse_edge_work
 from gnnpipe.capture.trial.sample_graph import Sample, names_of_weights, perturb_weights
-from gnnpipe.capture.trial.saved_tensors import Saved, saved_by_calls
+from gnnpipe.capture.trial.saved_tensors import saved_by_calls
 from gnnpipe.capture.trial.vertex_sums import (
     SumKind,
     add_over_chunks,
@@ -47,32 +49,6 @@ from gnnpipe.capture.trial.vertex_sums import (
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.operators import EVERYONE, SUM, relation_ends
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Properties of one recorded call."""
-
-    is_rows: bool
-    """The value has one row of floating-point numbers for each vertex."""
-    shape: tuple[int, ...]
-    """Shape of one row."""
-    depends: bool
-    """The value depends on vertices or edges, not on weights alone."""
-    of_edges: bool = False
-    """The value has one row for each edge; it is computed again where it is needed."""
-    form: Form | None = None
-    """For an unchanged convolution: how it is called on a block."""
-    drops: tuple[DropoutKind, ...] = ()
-    """For an unchanged convolution: kind of rows of each dropout inside."""
-    vertex_type: str = ""
-    """Vertex type of the rows, '' if there is only one."""
-    memory: Saved = field(default=Saved(), repr=False)
-
-    @property
-    def width(self) -> int:
-        """Number of entries of a row."""
-        return torch.Size(self.shape).numel() if self.is_rows else 0
 
 
 def probe(
@@ -106,6 +82,8 @@ def probe(
             call = call.next  # a call that was inserted, if any
         _check_output(call, run)
         _put_result_last(call, found, run)
+        for new in fuse(recording, found):
+            found[new] = _facts_of(new, found, run)
         with torch.inference_mode(was_in_inference):
             check_equals_model(model, method, call, run, names, samples[1])
         saved = saved_by_calls(run, {call for call in found if found[call].is_rows})

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from gnnpipe.capture.fx_names import FEATURES, edges_read, is_input
 from gnnpipe.capture.markers import aggregate, drop, in_training, of_vertices
+from gnnpipe.capture.stage.row_work import drops_rows
 from gnnpipe.capture.stage.step_calls import is_linear, normalise, squares
 from gnnpipe.capture.trial.run import SampleRun
 from gnnpipe.errors import InputError
@@ -167,8 +168,9 @@ def _compute(call: fx.Node, run: SampleRun, values: dict[fx.Node, Any]) -> list[
 
 
 def _has_mask(call: fx.Node) -> bool:
-    """Whether a call is a dropout with a mask; its value is then not its input."""
-    return call.target is drop and float(call.kwargs["probability"]) > 0.0  # type: ignore[arg-type]
+    """Whether a call is or ends with a dropout with a mask; its value is then not its input."""
+    is_drop = call.target is drop and float(call.kwargs["probability"]) > 0.0  # type: ignore[arg-type]
+    return is_drop or drops_rows(call)
 
 
 def _has_trained_weights(call: fx.Node, run: SampleRun, values: dict[fx.Node, Any]) -> bool:
