@@ -105,6 +105,31 @@ class Dropping(nn.Module):
         return self.out(x_dict["paper"])
 
 
+class LayerNormed(nn.Module):
+    """LayerNorm, ReLU and dropout by type; the last layer reads the rows of authors alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.ModuleDict({t: nn.Linear(w, HIDDEN) for t, w in WIDTHS.items()})
+        both = [("author", "writes", "paper"), ("paper", "written_by", "author")]
+        self.convs = nn.ModuleList(
+            pyg.HeteroConv({r: pyg.SAGEConv((HIDDEN, HIDDEN), HIDDEN) for r in relations})
+            for relations in (both, both[:1])
+        )
+        self.norms = nn.ModuleDict({t: nn.LayerNorm(HIDDEN) for t in WIDTHS})
+        self.out = nn.Linear(HIDDEN, OUT)
+
+    def forward(self, x_dict, edge_index_dict):
+        x_dict = {t: self.encode[t](x) for t, x in x_dict.items()}
+        for conv in self.convs:
+            x_dict = conv(x_dict, edge_index_dict)
+            x_dict = {
+                t: nn.functional.dropout(self.norms[t](x).relu(), 0.2, self.training)
+                for t, x in x_dict.items()
+            }
+        return self.out(x_dict["paper"])
+
+
 class Sage(nn.Module):
     """A model of one type, for ``to_hetero``."""
 
@@ -157,6 +182,7 @@ MODELS = {
     "hgt": Hgt,
     "hetero conv": Hetero,
     "dropping": Dropping,
+    "layer norm": LayerNormed,
     "to_hetero": to_hetero,
     "to_hetero batch norm": lambda: to_hetero(norm=True),
 }

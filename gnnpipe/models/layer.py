@@ -72,6 +72,8 @@ class Rows:
             epoch=self.epoch,
             training=self.training,
             is_probe=self.is_probe,
+            output_buffer=self.output_buffer,
+            may_overwrite=self.may_overwrite,
         )
 
     def mask(self, width: int, probability: float, site: int) -> Mask | None:

@@ -406,13 +406,15 @@ class _Writer:
         return is_linear(self._graph_module, call) or multiplies(call)
 
     def _row_work(self, call: fx.Node) -> fx.Node:
-        """A fused call."""
+        """A copy of a fused call, with its sources."""
+        # Added first: a call may only read what stands before it.
+        rows = self._rows_of(call) if call.target in ROW_WORK else self._rows
         copied = self._copy(call)
         copied.kwargs = {**copied.kwargs, "is_rounded": self._is_rounded(call)}
         if call.target in ROW_WORK:
             target: Any = ROW_WORK[call.target]
             copied.target = target
-            copied.args = (self._rows_of(call), *copied.args)
+            copied.args = (rows, *copied.args)
             copied.kwargs = {**copied.kwargs, "is_pushed": call is self.in_table}
         if call.target is normed_map:
             received: Any = call.args[0]
