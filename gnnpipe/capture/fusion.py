@@ -211,8 +211,10 @@ class _Fusion:
     def _is_relu(self, call: fx.Node) -> bool:
         if call.op == "call_module":
             module = self._recording.get_submodule(str(call.target))
-            return type(module) is nn.ReLU and not _has_hooks(module)
-        return call.target in (F.relu, torch.relu, "relu") and bool(call.args)
+            is_relu = type(module) is nn.ReLU and not _has_hooks(module)
+        else:
+            is_relu = call.target in (F.relu, torch.relu, "relu")
+        return is_relu and bool(call.args)
 
     def _is_add(self, call: fx.Node) -> bool:
         """Whether a call adds two recorded values."""

@@ -69,11 +69,25 @@ class Skipping(Net):
         return self.decode(x) + self.decode(x)
 
 
+class OfFeatures(nn.Module):
+    """GCN2Conv of the features, whose aggregated rows are computed once for all epochs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = pyg.GCN2Conv(7, 0.1, 0.5, 1), nn.LayerNorm(7)
+        self.decode = pyg.GCNConv(7, 3)
+
+    def forward(self, x, edge_index):
+        x = self.norm(self.conv(x, x, edge_index)).relu()
+        return self.decode(x, edge_index)
+
+
 NETS = {
     **{kind: lambda kind=kind: Net(kind) for kind in ("gcn", "sage", "graph", "gcnii")},
     "residual gcn": lambda: Residual("gcn"),
     "residual sage": lambda: Residual("sage"),
     "skipping": lambda: Skipping("gcn"),
+    "of features": OfFeatures,
     "without dropout": lambda: Net("gcn", dropout=0.0),
 }
 
@@ -145,6 +159,18 @@ class _Twice(Net):
         return self.decode(x.relu() + 0.1 * x)
 
 
+class _ByKeyword(Net):
+    """ReLU gets its rows by keyword."""
+
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.act = nn.ReLU()
+
+    def forward(self, x, edge_index):
+        x = self.norms[0](self.convs[0](self.encode(x), edge_index))
+        return self.decode(self.act(input=x))
+
+
 class _Cubes(Net):
     """Rows of two dimensions."""
 
@@ -161,6 +187,7 @@ class _Cubes(Net):
         (lambda: Net("gcn", lambda n: nn.LayerNorm(n, bias=False)), 0),
         (lambda: Net("gcn", lambda n: nn.LayerNorm(n, elementwise_affine=False)), 0),
         (lambda: _Twice("gcn"), 0),
+        (lambda: _ByKeyword("gcn"), 0),
         (lambda: _Cubes("gcn"), 0),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gnnpipe.capture.fx_names import attribute, is_input
+from gnnpipe.capture.fx_names import FEATURES, attribute, is_input
 from gnnpipe.capture.markers import in_training, is_mean, is_sum, of_all
 from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.rules.norms import update_running_statistics
@@ -418,7 +418,9 @@ class _Writer:
             copied.kwargs = {**copied.kwargs, "is_pushed": call is self.in_table}
         if call.target is normed_map:
             received: Any = call.args[0]
+            # Aggregated features may be computed once for all epochs, and must stay as they are.
             is_alone = received in self._received and len(received.users) == 1
+            is_alone = is_alone and not is_input(received.all_input_nodes[0], FEATURES)
             copied.kwargs = {**copied.kwargs, "overwrites": is_alone}
         return copied
 
