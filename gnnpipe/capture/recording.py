@@ -23,7 +23,7 @@ from gnnpipe.capture.fx_names import FEATURES, attribute, edges_read, input_numb
 from gnnpipe.capture.markers import aggregate, is_sum
 from gnnpipe.capture.preserve import detached_copy
 from gnnpipe.capture.rules.attention import is_mapped
-from gnnpipe.capture.stage.row_work import multiplies
+from gnnpipe.capture.stage.row_work import multiplies, plain_summands
 from gnnpipe.capture.stage.step_calls import is_linear
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
@@ -149,12 +149,16 @@ class Recording:
             call = waiting.pop()
             if is_linear(self.graph_module, call) or multiplies(call):
                 found.add(call)
+                sources = [s for s in plain_summands(call) if s.op != "placeholder"]
             elif not self.facts[call].form or is_mapped(
                 self.graph_module.get_submodule(str(call.target))
             ):
-                new = {s for s in self.inputs(call) if s not in seen}
-                seen |= new
-                waiting += new
+                sources = self.inputs(call)
+            else:
+                continue
+            new = {s for s in sources if s not in seen}
+            seen |= new
+            waiting += new
         return frozenset(found)
 
     def maps_features(self, call: fx.Node) -> bool:

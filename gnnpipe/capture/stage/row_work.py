@@ -149,6 +149,13 @@ def drops_rows(call: fx.Node) -> bool:
     return call.target in ROW_WORK and float(call.kwargs["probability"]) > 0.0  # type: ignore[arg-type]
 
 
+def plain_summands(call: fx.Node) -> list[Any]:
+    """Rows that a fused call adds without a product."""
+    if call.target not in (summed, normed):
+        return []
+    return [x for x, weight in _pairs_of(call.args) if weight is None]
+
+
 def multiplies(call: fx.Node) -> bool:
     """Whether a fused call has a product with a weight."""
     if call.target in (mixed_map, normed_map):
