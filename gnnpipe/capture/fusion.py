@@ -24,9 +24,15 @@ from gnnpipe.capture.stage.step_calls import HOOKS
 
 
 def fuse(recording: fx.GraphModule, facts: dict[fx.Node, Facts]) -> list[fx.Node]:
-    """Fuse calls of a recording; returns the calls that are new or compute more than before.
+    """Fuse calls of a recording.
 
-    ``facts``: of all calls; removed calls are removed there, too.
+    Args:
+        recording: Changed in place.
+        facts: Facts of all calls; those of removed calls are removed.
+
+    Returns:
+        New calls, and calls that compute more than before, each after its sources. The caller
+        computes their facts.
     """
     fusion = _Fusion(recording, facts)
     for call in list(recording.graph.nodes):
@@ -41,27 +47,31 @@ def fuse(recording: fx.GraphModule, facts: dict[fx.Node, Facts]) -> list[fx.Node
 
 @dataclass
 class _Sum:
-    """Summands of a value."""
+    """Summands of a value [R, F]."""
 
     pairs: list[tuple[fx.Node, Any]] = field(default_factory=list)
-    """Rows and path or value of the weight of their product, None without one."""
+    """Rows [R, F_i], and the weight [F, F_i] of their product as a call or a path, or None."""
     biases: list[Any] = field(default_factory=list)
+    """Biases [F] as calls or paths."""
     inner: list[fx.Node] = field(default_factory=list)
-    """Calls that the sum replaces, the last first."""
+    """Calls that the sum replaces, each after its readers."""
 
 
 class _Fusion:
+    """Fuses one call after the other; replaced calls stay in the graph until the end (``dead``)."""
+
     def __init__(self, recording: fx.GraphModule, facts: Mapping[fx.Node, Facts]) -> None:
         self._recording, self._facts = recording, facts
         self.made: list[fx.Node] = []
+        """Calls whose facts are missing or old (see ``fuse``)."""
         self._depth: dict[fx.Node, int] = {}
-        """Number of aggregations that a call's value is behind."""
+        """Most aggregations on a path from an input to the call, with the call itself."""
         for call in recording.graph.nodes:
             before = max((self._depth[source] for source in call.all_input_nodes), default=0)
             aggregates = call.target is aggregate or edges_read(call) is not None
             self._depth[call] = before + aggregates
         self.dead: dict[fx.Node, None] = {}
-        """Calls that were replaced, each behind its readers."""
+        """Calls that were replaced, each after its readers, so that all can be erased in order."""
 
     def try_norm(self, call: fx.Node) -> None:
         """Fuse LayerNorm, the ReLU ``call`` and a dropout, with the sum before the norm."""
@@ -110,7 +120,11 @@ class _Fusion:
         inner: list[fx.Node],
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make ``last`` the call of ``function``."""
+        """Turn ``last`` into a call of ``function`` on the summands ``found``.
+
+        ``inner``: calls between the sum and ``last``; they are replaced, too. ``settings``: further
+        keyword arguments; a path in them stands for a weight.
+        """
         graph = last.graph
         with graph.inserting_before(last):
             pairs = [(x, self._weight(weight)) for x, weight in found.pairs]
@@ -127,7 +141,7 @@ class _Fusion:
         self.dead |= dict.fromkeys(one for one in (*inner, *found.inner) if one is not last)
 
     def _weight(self, value: Any) -> Any:
-        """The call that reads the weight at a path; other values as they are."""
+        """A new call that reads the weight at a path; other values as they are."""
         if not isinstance(value, str):
             return value
         call = self._recording.graph.get_attr(value)
@@ -135,9 +149,10 @@ class _Fusion:
         return call
 
     def _sum_of(self, value: fx.Node, reader: fx.Node | None) -> _Sum | None:
-        """The summands of rows that ``reader`` alone reads; None if they cannot be taken apart.
+        """The summands of rows [R, F]; None if one of them is neither rows, product nor bias.
 
-        Without a reader, the sum's value may have several.
+        ``reader``: the call that is fused with the sum; the additions are inner calls only if
+        nothing else reads them. None: the sum is the last call, and may have any readers.
         """
         found = _Sum()
         width = self._facts[value].width
@@ -161,12 +176,12 @@ class _Fusion:
     def _summands(
         self, value: fx.Node, reader: fx.Node | None, inner: list[fx.Node]
     ) -> Iterator[fx.Node]:
-        """The summands of a value in order; ``inner``: takes the additions."""
+        """Yields the summands of a value in order; appends the additions to ``inner``."""
         depth, waiting = self._depth[value], [(value, reader)]
         while waiting:
             one, its_reader = waiting.pop()
             is_inner = its_reader is None or self._is_inner(one, its_reader)
-            # A sum of an earlier step stays one: it takes less memory than its summands.
+            # A sum of an earlier step is not split: it takes less memory than its summands.
             if not (is_inner and self._is_add(one) and self._depth[one] == depth):
                 yield one
                 continue
@@ -174,7 +189,10 @@ class _Fusion:
             waiting += [(n, one) for n in reversed(one.args) if isinstance(n, fx.Node)]
 
     def _product_of(self, call: fx.Node) -> tuple[fx.Node, Any, Any] | None:
-        """Rows, weight and bias of a product that one call alone reads; else None."""
+        """Rows, weight and bias of a linear map that one call alone reads; else None.
+
+        Maps of the input features are left out, because these may be sparse.
+        """
         rows = call.args[0] if call.args else None
         (reader,) = call.users if len(call.users) == 1 else (None,)
         is_map = reader is not None and self._is_inner(call, reader)

@@ -1,7 +1,8 @@
-"""Row-wise calls of a recording that are computed as one (``capture.fusion``).
+"""Functions of fused calls (``capture.fusion``).
 
-Called without a chunk's ``Rows``, on the sample of a trial, the functions compute the same without
-dropout. R rows, F columns.
+The functions named in a recording run on the sample of a trial, without dropout. In a generated step
+those of ``ROW_WORK`` are replaced by functions of a chunk's ``Rows``, which also have dropout and
+can write their result into the history table. R rows, F columns.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def summed(*pairs: Any, bias: Any = None, is_rounded: bool = False) -> Any:
         pairs: x_1, W_1, x_2, W_2, ... with x_i [R, F_i] and W_i [F, F_i]; None as a weight is the
             identity.
         bias: b [F].
-        is_rounded: Products are made in bf16.
+        is_rounded: Products are computed in bf16.
     """
     total = bias
     # Rows without a weight first, so that each product can be added to a sum.
@@ -54,9 +55,9 @@ def normed(
         pairs: As in ``summed``.
         bias: b [F] or None.
         norm: Scale [F], shift [F] and epsilon of the LayerNorm.
-        probability: Of the dropout.
-        site: Of the dropout; -1 without one.
-        is_rounded: Products are made in bf16.
+        probability: Probability of dropout.
+        site: Number of the dropout (``markers.drop``); -1 without dropout.
+        is_rounded: Products are computed in bf16.
     """
     del probability, site
     options = NormReluOptions(is_rounded)
@@ -108,7 +109,8 @@ def _normed_map(
 ) -> Tensor:
     """``normed_map`` of a chunk's rows.
 
-    ``overwrites``: nothing else reads ``received``. ``settings``: as ``_options`` takes.
+    ``overwrites``: nothing else reads ``received`` [R, F], so its memory is reused in training.
+    ``settings``: arguments of ``_options``.
     """
     options = _options(rows, len(norm[0]), **settings)
     constants = NormWeights(*norm), *shares
@@ -131,17 +133,17 @@ def _options(
 def _normed(
     rows: Rows, *pairs: Tensor | None, bias: Tensor | None, norm: Sequence[Any], **settings: Any
 ) -> Tensor:
-    """``normed`` of a chunk's rows. ``settings``: as ``_options`` takes."""
+    """``normed`` of a chunk's rows. ``settings``: arguments of ``_options``."""
     options = _options(rows, len(norm[0]), **settings)
     return norm_relu(NormWeights(*norm), bias, *pairs, options=options)
 
 
 ROW_WORK = {normed: _normed, normed_map: _normed_map}
 """Functions on a chunk's rows, which take ``Rows`` as first argument, by recorded function. They
-can make their result in the history table (``is_pushed``)."""
+can write their result into the history table (``is_pushed``)."""
 
 PRODUCTS = (summed, mixed_map, *ROW_WORK)
-"""Recorded functions that may make products in bf16 (``is_rounded``)."""
+"""Recorded functions that can compute products in bf16 (``is_rounded``)."""
 
 
 def drops_rows(call: fx.Node) -> bool:

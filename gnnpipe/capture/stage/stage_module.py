@@ -79,6 +79,7 @@ class Cut:
         self.carried.append(self.leaving)
 
     def _steps(self) -> dict[fx.Node, int]:
+        """The step in which each op runs, as in ``ModelGraph.depths``."""
         recording, earliest = self.recording, dict[fx.Node, int]()
         for op in self.ops:
             reached = max((earliest.get(s, 0) for s in recording.inputs(op)), default=0)
@@ -199,7 +200,11 @@ class StepFunction:
 
 
 def made_in_table(cut: Cut, step: int) -> fx.Node | None:
-    """The call of a step that can make the rows that the step pushes in the history table."""
+    """The fused call of a step that can write the rows it pushes into the history table, or None.
+
+    This needs a step with one aggregation, by a fixed matrix, of rows that a call of ``ROW_WORK``
+    computes in this step.
+    """
     if len(cut.pushing[step]) != 1:
         return None
     (op,) = cut.pushing[step]
@@ -231,9 +236,9 @@ class _Writer:
         self._means: dict[fx.Node, fx.Node] = {}
         """Single rows of values that are equal for all rows; ``_made`` has them expanded."""
         self._received: list[fx.Node] = []
-        """Aggregated rows that the step receives from products with a fixed matrix."""
+        """Aggregations whose rows the step receives, except those of unchanged convolutions."""
         self.in_table: fx.Node | None = None
-        """The call that makes its result in the history table."""
+        """The call that writes its result into the history table."""
 
     def take(self, values: list[fx.Node], flat: bool, has_means: bool) -> None:
         """Add the values of the step before; ``flat``: they come from another stage.
@@ -511,7 +516,7 @@ class RecordedStageModule(StageModule):
         return self._steps[index](values, received, rows)
 
     def writes_output_buffer(self, index: int) -> bool:
-        """Whether a step makes pushed rows in the table (see ``StageModule``)."""
+        """Whether a step writes pushed rows into the table (see ``StageModule``)."""
         return index < len(self._made_in_table) and self._made_in_table[index]
 
     def set_vertex_values(self, values: Mapping[str, Tensor] | None) -> None:
