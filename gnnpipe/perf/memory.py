@@ -475,7 +475,7 @@ class RankMemory:
         return found
 
     def _kept_in_segments(self, inputs: dict[str, int]) -> int:
-        """Numbers kept until backward if several steps are recomputed together."""
+        """Numbers kept until backward if steps are recomputed in segments; changes ``inputs``."""
         whole, lasting = {}, self._copies()
         for op in self.ops:
             rows = self.sizes.own_rows[op.vertex_type]
@@ -490,7 +490,7 @@ class RankMemory:
         segments = Segments(max(self.depths.values()) + 1, self.settings.recompute_every)
         ops = input_numbers(self.model, self.plan.stages[self.stage].ops, inputs, whole)
         forward = kept_by_forward(ops, segments)
-        # Without stale reads, all chunks go back through a step before the step in front of it.
+        # An exact program runs a step backward for all chunks before the previous step.
         parts = 1 if self.settings.is_exact else self.plan.chunks
         in_backward = most_in_backward(ops, segments) // parts
         return int(self.kept_share * (forward + lasting)) - forward // parts + in_backward

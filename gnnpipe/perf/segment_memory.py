@@ -1,4 +1,4 @@
-"""Numbers that a stage keeps until backward if its steps are recomputed in segments."""
+"""Counts the tensor entries that a stage keeps until backward if it recomputes in segments."""
 
 from __future__ import annotations
 
@@ -11,24 +11,35 @@ from gnnpipe.plan import ModelGraph, Segments
 
 @dataclass(frozen=True)
 class InputNumbers:
-    """Numbers of one op in one chunk, as input of steps and while its step runs again."""
+    """Tensor entries of one op: as an input of later steps, and while its step is recomputed.
+
+    The caller decides whose rows are counted: those of one chunk, or of several.
+    """
 
     first: int
-    """First step that reads the op's rows as an input: its aggregated rows, or its value."""
+    """First step whose inputs contain the op's rows: its own step for aggregated rows, else the
+    next one."""
     last: int
-    """Last step that reads them."""
+    """Last step whose inputs contain them."""
     step: int
     """Step in which the op ends."""
     inputs: int
-    """Numbers that are kept if one of the steps from ``first`` to ``last`` keeps its inputs."""
+    """Entries that are kept once if any step from ``first`` to ``last`` keeps its inputs."""
     whole: int
-    """Numbers that autograd keeps from the time the op runs again until its backward."""
+    """Entries that autograd saves from the recomputation of the op until its backward."""
 
 
 def input_numbers(
     model: ModelGraph, ops: Sequence[int], inputs: Mapping[str, int], whole: Mapping[str, int]
 ) -> list[InputNumbers]:
-    """Return the numbers of a stage's ``ops``; ``inputs`` and ``whole`` by name of the op."""
+    """Return one ``InputNumbers`` for each of a stage's ``ops``.
+
+    Args:
+        model: The model.
+        ops: Positions of the stage's ops in the model, ascending.
+        inputs: Field ``inputs`` by name of the op.
+        whole: Field ``whole`` by name of the op.
+    """
     step = dict(zip(ops, model.depths(ops), strict=True))
     last = max(step.values(), default=0)
     found = []
@@ -43,15 +54,16 @@ def input_numbers(
 
 
 def kept_by_forward(ops: Iterable[InputNumbers], segments: Segments) -> int:
-    """Return the numbers of one chunk that are kept between its forward and its backward."""
+    """Return the entries that are kept between forward and backward of the counted rows."""
     return _inputs_of(ops, [*segments.kept])
 
 
 def most_in_backward(ops: Sequence[InputNumbers], segments: Segments) -> int:
-    """Return the most numbers of one chunk at once in its backward: inputs and one segment.
+    """Return the most entries held at once in backward: inputs, and one recomputed segment.
 
-    Before a segment runs again, backward has the inputs of the segments that forward kept, up to
-    this one, and those of the segments between the last kept one and this one.
+    While a segment is recomputed, backward holds two kinds of inputs: those that forward kept for
+    the segments up to this one, and those of the segments from the last of these to this one, which
+    the outer recomputation made.
     """
     whole = [0] * segments.num_steps
     for op in ops:
@@ -65,7 +77,7 @@ def most_in_backward(ops: Sequence[InputNumbers], segments: Segments) -> int:
 
 
 def _inputs_of(ops: Iterable[InputNumbers], steps: Sequence[int]) -> int:
-    """Return the numbers that the inputs of these ascending steps have; shared ones count once."""
+    """Return the entries of the inputs of these ascending ``steps``; a shared input counts once."""
     found = 0
     for op in ops:
         place = bisect_left(steps, op.first)

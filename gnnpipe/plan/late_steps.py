@@ -1,4 +1,4 @@
-"""Steps of a stage in which ops run: as late as their readers allow, if that carries no more."""
+"""Steps of a stage in which ops run: as late as their readers allow, if no more is carried."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ def late_steps(
 ) -> dict[Op, int]:
     """Return the step in which each op of a stage runs.
 
-    GCNII's ``alpha * x_0`` of each layer could run in the first step. Then a value for every layer
-    would pass from step to step; run with its layer, only x_0 does.
+    If every layer adds ``alpha * x_0``, all these products could run in the first step. Then one
+    value for each layer would be carried from step to step. If each product runs with its layer,
+    only x_0 is carried.
 
     Args:
-        earliest: By op in topological order, the longest chain of aggregations up to the op.
-        readers: The ops, in other stages too, that read an op's value.
-        aggregates: Whether an op aggregates; its rows are pushed one step before.
-        may_wait: Whether an op is row-wise, and reads one value that has no more numbers than its
-            own and that other row-wise ops read as well.
+        earliest: First possible step by op, in topological order: the number of aggregations on the
+            longest path to the op inside the stage.
+        readers: Returns the ops that read an op's value, also those of other stages.
+        aggregates: Whether an op aggregates. The rows that it aggregates are pushed at the end of
+            the step before its own.
+        may_wait: Whether an op may run later than ``earliest``: it is row-wise and reads a single
+            value, which is not wider than its own, and which other row-wise ops read, too.
+
+    Returns:
+        Step by op, in the order of ``earliest``.
     """
     found = dict(earliest)
     for op in reversed(earliest):

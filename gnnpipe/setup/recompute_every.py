@@ -11,27 +11,28 @@ from gnnpipe.output import human_bytes, warn
 from gnnpipe.plan import ModelGraph, Plan
 
 GROWTH = 1.4
-"""The most that the memory of a process grew by, over its estimate (docs/how-to)."""
+"""Factor by which the memory of a process may exceed its estimate: the largest one measured
+(docs/benchmarks/memory_growth.md)."""
 
 
 def recomputing(config: TrainConfig, every: int) -> TrainConfig:
-    """Returns the settings with ``--recompute --recompute-every`` n."""
+    """Returns the settings with ``--recompute`` and ``--recompute-every`` = ``every``."""
     return replace(config, recompute=True, recompute_every=every)
 
 
 def fastest_that_fits(
     model: ModelGraph, plan: Plan, bytes_of: Callable[[int], int], capacity_bytes: int
 ) -> tuple[int, int]:
-    """Returns the n with the least recomputation among those that fit, and its memory.
+    """Returns the n with the least recomputation among those that fit, and its memory in bytes.
 
-    Of several n that cost as many passes, the one that takes least memory; if none fits, the n
-    that takes least memory of all.
+    Of several n with equally many passes, the one that needs least memory is chosen. If none fits,
+    the n that needs least memory of all is returned.
 
     Args:
         model: The ops.
         plan: The plan.
-        bytes_of: Returns the memory of a rank, the largest, by n.
-        capacity_bytes: The memory there is.
+        bytes_of: Returns the memory, in bytes, that a run with a given n needs.
+        capacity_bytes: The memory that the result of ``bytes_of`` must not exceed.
     """
     best: list[tuple[int, int]] = []
     for level in _levels(max(model.num_steps(stage.ops) for stage in plan.stages)):
@@ -62,9 +63,9 @@ def settle_recompute_every(
         config: The settings.
         model: The ops.
         plan: The plan.
-        bytes_of: Returns the estimate of the largest rank for settings with an n.
-        memory_bytes: The memory of the smallest device; an estimate may grow by ``GROWTH``.
-        warns: Whether this rank warns.
+        bytes_of: Returns the estimate, in bytes, of the rank that needs most for given settings.
+        memory_bytes: The memory of the smallest device; the estimate times ``GROWTH`` must fit.
+        warns: Whether this rank prints the warning.
     """
     if config.recompute_every:
         return config
@@ -83,9 +84,9 @@ def settle_recompute_every(
 
 
 def _levels(num_steps: int) -> Iterator[list[int]]:
-    """Yields numbers of steps that are recomputed together, by the passes that they cost."""
-    yield [1]  # does not aggregate again
+    """Yields lists of n whose recomputation takes equally long, the fastest first."""
+    yield [1]  # recomputes the row-wise work alone, no aggregation
     powers = [2**i for i in range(1, num_steps.bit_length())]
     root = max(math.ceil(math.sqrt(num_steps)), 2)
-    yield [root, *(every for every in powers if every > root)]  # one level of ``Segments``
-    yield [every for every in powers if every < root]  # two levels
+    yield [root, *(every for every in powers if every > root)]  # one more pass (``Segments``)
+    yield [every for every in powers if every < root]  # two more passes

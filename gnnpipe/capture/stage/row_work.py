@@ -1,8 +1,8 @@
 """Functions of fused calls (``capture.fusion``).
 
-The functions named in a recording run on the sample of a trial, without dropout. In a generated step
-those of ``ROW_WORK`` are replaced by functions of a chunk's ``Rows``, which also have dropout and
-can write their result into the history table. R rows, F columns.
+A recording calls the public functions, which have no dropout; the trial runs them on its sample.
+A generated step replaces those in ``ROW_WORK`` by functions of a chunk's ``Rows``, which have
+dropout and can write their result into the history table. R rows, F columns.
 """
 
 from __future__ import annotations
