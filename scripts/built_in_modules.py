@@ -16,7 +16,7 @@ from torch_geometric import nn as pyg
 
 
 def widths(num_features: int, num_classes: int, layers: int, hidden: int) -> list[int]:
-    """Widths of the rows before, between and after the layers."""
+    """Columns of the rows before, between and after the layers: [F, H, ..., H, C]."""
     return [num_features, *[hidden] * (layers - 1), num_classes]
 
 
@@ -64,7 +64,7 @@ class SAGE(GCN):
 
 
 class Deep(nn.Module):
-    """An encoder, layers and a decoder."""
+    """A linear encoder, layers of one width with LayerNorm, and a linear decoder."""
 
     def __init__(self, F: int, C: int, layers: int, hidden: int, dropout: float) -> None:
         super().__init__()

@@ -6,15 +6,15 @@
     torchrun --nproc-per-node 4 scripts/depth.py train gcnii 1001
     python scripts/depth.py                      # writes docs/benchmarks/depth.md
 
-Set-up: a recorded PyG model of 16 on a random graph of 300 vertices, three epochs in a process of
-its own. Processor time up to the end of the first epoch, less that of an epoch; and the mean of the
-other two.
+Set-up: a recorded PyG model, 16 wide, on a random graph of 300 vertices, three epochs in a process
+of its own. Set-up is the processor time up to the end of the first epoch minus that of an epoch,
+which is the mean of the other two.
 
-Memory: 32 wide on 2,000 vertices, one process, K = 1; the most bytes of the heap in use in the
-third epoch, minus those in use before (graph, weights, moments) and minus the gradients of the
-weights. ``fit``: --recompute-every 0 on a machine whose memory is that of the model with 1.5 times
-the activations of 16 layers without recomputation, all by estimate, and times 1.4; ``off``: no
-recomputation; else the n of --recompute-every.
+Memory: 32 wide on 2,000 vertices, one process, K = 1; the peak of the heap in the third epoch,
+minus the bytes in use before it (graph, weights, moments) and the gradients of the weights.
+``off``: no recomputation. A number: --recompute-every n. ``fit``: --recompute-every 0, with a limit
+of memory under which the activations may take 1.5 times as much as those of 16 layers without
+recomputation, by estimate.
 
 Training: 16 wide on 300 vertices, three epochs, --staleness exact; one process with one chunk, or
 four stages with four chunks, as ranks of gloo.
@@ -47,13 +47,14 @@ from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup import memory_estimate
 from gnnpipe.setup.memory_estimate import memory_by_rank
 from gnnpipe.setup.prepare import prepare
+from gnnpipe.setup.recompute_every import GROWTH
 
 DATA = FOLDER / "data" / "depth.jsonl"
 EPOCHS = 3
 WIDTH, VERTICES = 32, 2_000
-"""Of the cells of memory."""
-SHALLOW, LIMIT, GROWTH = 16, 1.5, 1.4
-"""Layers and factor of the limit of memory; the factor of ``--recompute-every 0`` on estimates."""
+"""Sizes of the memory cells."""
+SHALLOW, LIMIT = 16, 1.5
+"""Layers of the model whose activations, times the factor, are the limit of memory."""
 
 
 class GCNII(nn.Module):

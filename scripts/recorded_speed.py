@@ -3,9 +3,10 @@
     python scripts/recorded_speed.py [--models gcn] [--graphs squirrel] [--layers 3] [--chunks 1]
 
 Both forms train in one process, one epoch each in turns, on one thread. Prints for each cell the
-median processor time of an epoch of either form, the median of the ratios of turns (recorded over
-built-in), the difference of the first losses without dropout, and with ``--calls`` the numbers of
-torch operations of an epoch.
+median processor time of an epoch of each form, the median of the ratios of turns and the ratio of
+the shortest times (recorded over built-in), the processor time of each set-up, both losses of the
+first epoch, and with ``--calls`` the numbers of torch operations of an epoch. The losses are
+comparable with ``--dropout 0``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Side:
         self.times: list[float] = []
 
     def epoch(self, number: int) -> float:
-        """Train one epoch; the mean loss."""
+        """Train one epoch; return the mean loss."""
         order = list(range(self.prepared.plan.chunks))
         start = time.process_time()
         found = train_epoch(self.runtime, self.mesh, self.prepared.program, order, number)

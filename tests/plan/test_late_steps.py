@@ -12,7 +12,7 @@ def op(name, inputs=(), width=4, push_width=0, **more):
 
 
 def deep(layers, width=4):
-    """GCNII as it is recorded: layer l adds ``s_l``, a multiple of x_0 [``width``], to its rows."""
+    """Layer l adds ``s_l`` [``width``], which is computed from x_0, to its rows."""
     ops = [op("x0", reads_features=True)]
     last = "x0"
     for i in range(layers):

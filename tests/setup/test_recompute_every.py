@@ -35,7 +35,7 @@ def total(prepared):
 def test_passes_first_then_memory():
     prepared = prepared_with()
     size = {n: total(with_every(prepared, n)) for n in (1, 2, 4, 5, 8, 16)}
-    assert size[2] < size[5] < size[8] < size[1] or size[5] < size[1]
+    assert size[5] < size[1]
 
     def found(capacity):
         return fastest_that_fits(prepared.model_graph, prepared.plan, size.get, capacity)
