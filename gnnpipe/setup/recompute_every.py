@@ -75,10 +75,10 @@ def settle_recompute_every(
     )
     if warns and size_bytes > capacity_bytes:
         warn(
-            f"--recompute-every 0: no number fits into memory by estimate; {every} takes least, "
-            f"{human_bytes(size_bytes)} for a rank, which may grow to "
-            f"{human_bytes(GROWTH * size_bytes)}, of {human_bytes(memory_bytes)}; it is used; try "
-            "a smaller --hidden, or more --stages or --shards on more machines"
+            f"--recompute-every 0: no number fits into memory by estimate; {every} takes least and "
+            f"is used: {human_bytes(size_bytes)} for a rank, which may grow to "
+            f"{human_bytes(GROWTH * size_bytes)}, of {human_bytes(memory_bytes)}; try a smaller "
+            "--hidden, or more --stages or --shards on more machines"
         )
     return recomputing(config, every)
 
