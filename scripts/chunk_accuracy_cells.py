@@ -54,7 +54,7 @@ class Cell:
     def epochs(self) -> int:
         """GCN and SAGE with steps by chunk have half the epochs of the full batch."""
         if self.model in DEEP:
-            return 100 if self.graph == "debian_deps" else 200
+            return 100
         return 200 if self.kind == "full" else 100
 
     def settings(self, root: Path) -> dict[str, Any]:

@@ -85,7 +85,7 @@ SAMPLERS: dict[str, list[Setting]] = {
     ],
 }
 SAMPLER_KINDS = {"NeighborLoader": "neighbor", "ClusterLoader": "cluster"}
-ASYNC = ((32, 50), (16, 50), (32, 25), (16, 25))
+ASYNC = ((32, 50), (16, 50), (32, 25), (16, 25), (32, 100))
 """Chunks and epochs. The learning rate falls to 0 over the epochs: their number is a setting."""
 
 Row = dict[str, Any]

@@ -202,10 +202,11 @@ the closed form of a ring.
 
 **Contenders.** *Full batch, tuned*: of the rates and schedules tried by \
 `scripts/chunk_accuracy.py`, those that are the first at the target; *default*: Adam, 0.01, \
-constant. *Async*: `--schedule async` with defaults (a step a chunk, cosine), 32 or 16 chunks, 50 \
-or 25 epochs. Peers have torch CSR products with kept transposed matrices, sparse features where \
-the graph has them, METIS's order of the vertices, fused Adam and gnnpipe's heap, which is \
-faster than PyG's convolutions on an `edge_index` ([an epoch on one device](single_speed.md)). \
+constant. *Async*: `--schedule async` with defaults (a step a chunk, cosine), 32 or 16 chunks, \
+100, 50 or 25 epochs. Peers have torch CSR products with kept transposed matrices, sparse \
+features where the graph has them, METIS's order of the vertices, fused Adam and gnnpipe's heap, \
+which is faster than PyG's convolutions on an `edge_index` \
+([an epoch on one device](single_speed.md)). \
 *NeighborLoader*: PyG's, with the sampling operator of torch_sparse 0.6.18, \
 compiled alone (pyg_lib cannot be had for this torch) and \
 on one process a worker that draws batches on the second core; each layer computes only the rows \

@@ -60,14 +60,20 @@ PRESETS = {
     "exact": StalenessSettings(False, 1, 1.0, True),
 }
 
-BY_CHUNK = ("1f1b", "async")
-"""Schedules in which gradients stay in their chunk; no technique for stale rows applies."""
+BY_CHUNK = {"1f1b": 0, "async": 1}
+"""Schedules in which gradients stay in their chunk, and their chunks per optimizer step unless
+``--steps-every`` is given (0: all). No technique for stale rows applies."""
 
 BY_CHUNK_SETTINGS = ("schedule", "steps_every", "passes_ahead", "weights")
 """Settings of these schedules."""
 
 OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 """Names in ``torch.optim``."""
+
+
+def chunks_per_step(schedule: str, chunks: int, steps_every: int | None) -> int:
+    """Return how many of K ``chunks`` an optimizer step is for; ``steps_every``: the setting."""
+    return (steps_every or BY_CHUNK[schedule] or chunks) if schedule in BY_CHUNK else chunks
 
 
 RANKS_MAY_DIFFER = frozenset({"data_dir", "cache_dir", "out", "quiet"})
@@ -442,9 +448,7 @@ class Settings:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps an epoch, unless a plan file has another schedule."""
-        if self.schedule not in BY_CHUNK:
-            return 1
-        return self.chunks // (self.steps_every or (1 if self.schedule == "async" else self.chunks))
+        return self.chunks // chunks_per_step(self.schedule, self.chunks, self.steps_every)
 
     def lr_schedule_with(self, steps: int) -> str:
         """The learning rate schedule for ``steps`` optimizer steps an epoch."""

@@ -357,7 +357,9 @@ class Stage:
         """
         assert self.criterion is not None
         loss, scale = self._chunks[chunk].values["loss"], self.criterion.step_scale(together)
-        self.seed(chunk, {"loss": torch.full_like(loss, scale)})
+        # Gradients of a loss that is not finite are NaN, even where its derivatives are finite: so
+        # stages that decide alone leave the step out, too.
+        self.seed(chunk, {"loss": loss.detach() * 0 + scale})
 
     def backward(self, chunk: int, steps: range, following: int | None = None) -> Values:
         """Run steps backward, the last first; return the gradients of the first step's leaves.

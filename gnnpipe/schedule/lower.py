@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 
+from gnnpipe.config.settings import BY_CHUNK, chunks_per_step
 from gnnpipe.plan import StageDag
 from gnnpipe.schedule.check import CheckedProgram, check
 from gnnpipe.schedule.program import (
@@ -46,7 +47,8 @@ def training_program(
     """
     plan, name = dag.plan, schedule or dag.plan.schedule
     rule = SCHEDULES[name]
-    every = steps_every or rule.steps_every(plan.chunks)
+    every = chunks_per_step(name, plan.chunks, steps_every)
+    scope = GradientScope.OWN_CHUNK if name in BY_CHUNK else GradientScope.LIVE
     stages = []
     for stage, num_steps in enumerate(dag.steps):
         distance = dag.distances[stage]
@@ -54,10 +56,10 @@ def training_program(
         bucket_starts = buckets[stage] if buckets else (0,)
         stages.append(tuple(_lower_stage(dag, rule, work, bucket_starts)))
     consistency = rule.consistency
-    if rule.scope is GradientScope.OWN_CHUNK:
+    if scope is GradientScope.OWN_CHUNK:
         consistency = replace(consistency, optimizer_steps=plan.chunks // every)
     program = Program(
-        tuple(stages), dag.steps, plan.chunks, plan.placement, consistency, rule.scope, epochs
+        tuple(stages), dag.steps, plan.chunks, plan.placement, consistency, scope, epochs
     )
     try:
         return check(program)

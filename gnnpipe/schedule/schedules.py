@@ -1,7 +1,8 @@
 """Schedules: order of the compute actions, and the consistency that the order promises.
 
 A schedule is one object in ``SCHEDULES``. To add one, write a file with a subclass of ``Schedule``,
-register an instance there and import the file in ``gnnpipe.schedule``. Communication and gradient
+register an instance there and import the file in ``gnnpipe.schedule``. If gradients stay in their
+chunk, add its name to ``config.settings.BY_CHUNK``. Communication and gradient
 sums are added by ``lower``; ``check`` verifies the promise.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gnnpipe.registry import Registry
-from gnnpipe.schedule.program import Action, ActionKind, Consistency, GradientScope
+from gnnpipe.schedule.program import Action, ActionKind, Consistency
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,11 @@ class Schedule(ABC):
 
     consistency: Consistency
     """Promise about stale rows, optimizer steps and weight versions, for any number of chunks."""
-    scope = GradientScope.LIVE
     spans_epochs = False
     """Whether several epochs may follow each other without a flush."""
     interleaves = False
     """Whether forward and backward passes alternate, so that messages of both directions are on
     their way at once."""
-
-    def steps_every(self, chunks: int) -> int:
-        """Return the number of chunks per optimizer step, if the settings do not give it."""
-        return chunks
 
     @abstractmethod
     def forward(self, stage: int, num_steps: int, chunks: int) -> list[Action]:
@@ -116,7 +112,6 @@ class OneForwardOneBackward(Schedule):
     """
 
     consistency = Consistency(max_stale_epochs=1, optimizer_steps=None)
-    scope = GradientScope.OWN_CHUNK
     interleaves = True
 
     def forward(self, stage: int, num_steps: int, chunks: int) -> list[Action]:
@@ -142,11 +137,6 @@ class Asynchronous(OneForwardOneBackward):
 
     consistency = Consistency(max_stale_epochs=1, max_versions_behind=None, optimizer_steps=None)
     spans_epochs = True
-
-    def steps_every(self, chunks: int) -> int:
-        """Return 1: a step after each chunk."""
-        del chunks
-        return 1
 
     def actions(self, work: StageWork) -> list[Action]:
         """Return all passes in one 1F1B order, with each STEP right after its last B."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from gnnpipe.config import TrainConfig
+from gnnpipe.config.settings import chunks_per_step
 from gnnpipe.config.validation import check_schedule, check_staleness
 from gnnpipe.errors import InputError
 from gnnpipe.models import Model
@@ -14,7 +15,7 @@ from gnnpipe.optim.optimizers import OptimizerChoice
 from gnnpipe.optim.predicted_step import check_predictable
 from gnnpipe.plan import Plan, StageDag
 from gnnpipe.planner.candidate import MAX_CHUNKS
-from gnnpipe.schedule import SCHEDULES, CheckedProgram, GradientScope, training_program
+from gnnpipe.schedule import SCHEDULES, CheckedProgram, training_program
 from gnnpipe.setup.inputs import edges_are_random
 from gnnpipe.setup.prepared import MOST_EPOCHS, epochs_to_flush
 
@@ -26,9 +27,8 @@ def partitioner_of(config: TrainConfig, plan: Plan) -> str:
     """Returns the partitioner; ``auto`` mixes parts if there are several steps an epoch."""
     if config.partitioner != "auto":
         return config.partitioner
-    rule = SCHEDULES[plan.schedule]
-    every = config.steps_every or rule.steps_every(plan.chunks)
-    return "mixed" if rule.scope is GradientScope.OWN_CHUNK and every < plan.chunks else "metis"
+    every = chunks_per_step(plan.schedule, plan.chunks, config.steps_every)
+    return "mixed" if every < plan.chunks else "metis"
 
 
 def check_edges(plan: Plan, model: Model) -> None:

@@ -19,6 +19,7 @@ import scipy.sparse as sp
 from torch import nn
 
 from gnnpipe.config import TrainConfig
+from gnnpipe.config.settings import BY_CHUNK
 from gnnpipe.config.validation import check_schedule, check_staleness
 from gnnpipe.data.load import configured_graph
 from gnnpipe.errors import InputError
@@ -49,14 +50,7 @@ from gnnpipe.planner import (
 )
 from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.world import World
-from gnnpipe.schedule import (
-    EXACT_SCHEDULE,
-    SCHEDULES,
-    CheckedProgram,
-    GradientScope,
-    training_program,
-    with_forecast,
-)
+from gnnpipe.schedule import EXACT_SCHEDULE, CheckedProgram, training_program, with_forecast
 from gnnpipe.setup.by_chunk import check_edges, partitioner_of, program_by_chunk, why_not_async
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import (
@@ -424,7 +418,7 @@ def training_programs(
     check_staleness(config, chunks, schedule)
     buckets = gradient_buckets(model, dag.plan, number_dtype(config).itemsize)
     exact = training_program(dag, buckets, EXACT_SCHEDULE)
-    if SCHEDULES[schedule].scope is GradientScope.OWN_CHUNK:
+    if schedule in BY_CHUNK:
         usual = program_by_chunk(config, dag, buckets)
     else:
         usual = training_program(dag, buckets)
@@ -523,12 +517,12 @@ def warn_of_stale_rows(prepared: Prepared, world: World) -> None:
     if share:
         warn(
             f"--label-inputs {share:g}: stale rows carry labels that were inputs in the last "
-            "epoch, also those that are trained on now; exact with {exact}"
+            f"epoch, also those that are trained on now; exact with {exact}"
         )
     if not any(op.is_mean for op in model.ops):
         return
     what = "normalises over all vertices: statistics include stale rows of later chunks"
-    what += "" if by_chunk else ", forecast by --staleness auto"
+    what += " (zeros in the first epoch)" if by_chunk else ", forecast by --staleness auto"
     if any(op.structure == SUM for op in model.ops):
         what = "sums over all vertices: the parts of later chunks are those of the last epoch"
     warn(f"model: {model.name} {what}; exact with {exact}")

@@ -77,13 +77,12 @@ def find_fault(
     where = ""
     if rows:
         where = f", first in {min(rows)[1]}"
+    elif chunks and not math.isfinite(loss):
+        where = f", first in the loss of chunk {chunks[0]}"
     elif grads:
         # Backward starts at the last weights.
         rank, name = grads[-1]
-        at = f", loss of chunk {chunks[0]}" if chunks else ""
-        where = f", first in the gradient of {name} (stage {mesh.placement.stage(rank)}{at})"
-    elif chunks:
-        where = f", first in the loss of chunk {chunks[0]}"
+        where = f", first in the gradient of {name} (stage {mesh.placement.stage(rank)})"
     return f"epoch {first_epoch + later + 1}: {what}{where}"
 
 

@@ -387,13 +387,8 @@ class Loop:
         if config.on_nan == "skip":
             for history in self.rank_runtime.executor.stage.histories.values():
                 history.forget_faults()
-            # Stages that decide alone step if only the loss is not finite.
             spans = self.prepared.spans_epochs
-            skipped = (
-                "steps whose gradients are not finite are skipped"
-                if spans
-                else "its step is skipped"
-            )
+            skipped = "steps that are not finite are skipped" if spans else "its step is skipped"
             self.progress.say(f"{where}; {skipped}")
             return False
         if config.on_nan == "restore" and self.path is not None:

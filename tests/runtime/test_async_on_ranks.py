@@ -104,7 +104,8 @@ def reference_of(prepared, graph, stages, leads, policy, optimizer, every):
         "y": torch.from_numpy(graph.y).long(),
         "train": torch.from_numpy(graph.train_mask),
     }
-    chunks = dense_chunks({"gcn": gcn_matrix(graph)}, parts, **data)
+    gcn = gcn_matrix(graph)
+    chunks = dense_chunks({"gcn": gcn, "mean": torch.full_like(gcn, 1 / len(gcn))}, parts, **data)
     for one in chunks:
         one.data |= {"count": int(graph.train_mask.sum()), "n": graph.num_vertices}
     counts = [int(graph.train_mask[part].sum()) for part in parts]

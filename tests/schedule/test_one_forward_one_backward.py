@@ -9,7 +9,7 @@ from stage_dags import chain, dags
 
 from gnnpipe.config.settings import BY_CHUNK
 from gnnpipe.plan import StageDag, Transfer
-from gnnpipe.schedule import SCHEDULES, Action, ActionKind, GradientScope, check, training_program
+from gnnpipe.schedule import Action, ActionKind, check, training_program
 from gnnpipe.schedule.check import ProgramError
 from gnnpipe.setup.prepared import chunk_order, epochs_to_flush
 
@@ -30,9 +30,12 @@ def test_text_form():
     assert " ".join(passes) == "0F0 0F1 0B0 0STEP0 0F2 0B1 0STEP1 0F3 0B2 0STEP2 0B3 0STEP3"
 
 
-def test_the_settings_know_which_schedules_step_by_chunk():
-    by_chunk = {n for n in SCHEDULES if SCHEDULES[n].scope is GradientScope.OWN_CHUNK}
-    assert by_chunk == set(BY_CHUNK)
+@pytest.mark.parametrize("name", sorted(BY_CHUNK))
+def test_the_settings_say_which_schedules_step_by_chunk(name, monkeypatch):
+    assert training_program(chain(2, 3, name)).steps_by_chunk
+    monkeypatch.delitem(BY_CHUNK, name)
+    with pytest.raises(ProgramError, match=f"schedule '{name}': "):
+        training_program(chain(2, 3, name))
 
 
 def test_gaps_and_chunks_in_flight_of_a_chain():
@@ -92,7 +95,7 @@ def longest_path_behind(dag, stage):
 
 
 @settings(deadline=None, max_examples=80)
-@given(dags(), st.sampled_from(BY_CHUNK), st.integers(1, 3), st.integers(1, 3), st.data())
+@given(dags(), st.sampled_from(sorted(BY_CHUNK)), st.integers(1, 3), st.integers(1, 3), st.data())
 def test_programs_are_proved_for_any_stage_dag(dag, schedule, epochs, ahead, data):
     dag = with_schedule(dag, schedule)
     chunks, is_async = dag.plan.chunks, schedule == "async"

@@ -243,6 +243,12 @@ def test_running_statistics_move_once_an_epoch():
     assert int(trainer.model.state_dict()["norm.num_batches_tracked"]) == 4
 
 
+def test_stale_label_inputs_are_told_with_what_is_exact():
+    run = quick_config(schedule="1f1b", chunks=4, label_inputs=0.5, predict=False)
+    with pytest.warns(UserWarning, match="label-inputs 0.5: .* exact with --chunks 1, or"):
+        Trainer(run, small_graph()).fit()
+
+
 def prepared_of(stages, **settings):
     """A run of several stages, decided in one process."""
     config = quick_config(stages=stages, layers=stages, schedule="async", **settings)
