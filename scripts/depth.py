@@ -22,6 +22,7 @@ four stages with four chunks, as ranks of gloo.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -126,8 +127,9 @@ def random_graph(vertices: int) -> Graph:
 class _Epochs(Callback):
     """Processor time at the end of every epoch; the most bytes in use in the last one."""
 
-    def __init__(self) -> None:
+    def __init__(self, watches: bool = False) -> None:
         self.cpu_s: list[float] = []
+        self.watches = watches
         self.before = self.most = 0
 
     @property
@@ -135,19 +137,17 @@ class _Epochs(Callback):
         """Processor time of the last epoch; 0 on ranks without callbacks."""
         return self.cpu_s[-1] - self.cpu_s[-2] if self.cpu_s else 0.0
 
-    def watch(self) -> None:
-        """Note the bytes in use from now on."""
-        threading.Thread(target=self._watch, daemon=True).start()
-
     def _watch(self) -> None:
-        while True:
+        while len(self.cpu_s) < EPOCHS:
             self.most = max(self.most, in_use.in_use())
-            time.sleep(in_use.EVERY_S)
+            time.sleep(10 * in_use.EVERY_S)  # reading a large heap takes time
 
     def on_epoch_end(self, trainer: Any, row: Any) -> None:
         self.cpu_s.append(time.process_time())
-        if row.epoch < EPOCHS:
+        if row.epoch == EPOCHS - 1 and self.watches:
+            gc.collect()  # the set-up leaves cycles
             self.before = self.most = in_use.in_use()
+            threading.Thread(target=self._watch, daemon=True).start()
 
 
 def config_with(**settings: Any) -> TrainConfig:
@@ -194,8 +194,7 @@ def memory_cell(name: str, layers: int, how: str) -> dict[str, Any]:
         memory_estimate.memory_bytes = lambda: math.ceil(GROWTH * room)
     every = int({"fit": "0", "off": "1"}.get(how, how))
     config = config_with(recompute=how != "off", recompute_every=every)
-    graph, model, epochs = random_graph(VERTICES), MODELS[name](WIDTH, layers), _Epochs()
-    epochs.watch()
+    graph, model, epochs = random_graph(VERTICES), MODELS[name](WIDTH, layers), _Epochs(True)
     losses, every = trained(config, graph, model, epochs)
     gradients = sum(p.numel() for p in model.parameters()) * 4
     return {

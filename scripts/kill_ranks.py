@@ -1,6 +1,6 @@
 """Kill a random rank at a random moment, again and again: does the run come back the same?
 
-    python scripts/kill_ranks.py --times 20 --stages 2 --shards 1
+    python scripts/kill_ranks.py --times 20 --stages 2 --shards 1 --schedule async
 
 One run is left alone; every other one, with the same settings under ``torchrun --max-restarts``,
 loses a rank to SIGKILL between its first epoch and its last. All must end, and their metrics.csv
@@ -27,7 +27,7 @@ TIMES = ("epoch_time_s", "eval_time_s")
 
 
 def start(
-    out: Path, stages: int, shards: int, epochs: int, hidden: int, log: Path
+    out: Path, stages: int, shards: int, epochs: int, hidden: int, schedule: str, log: Path
 ) -> subprocess.Popen[bytes]:
     """One run under torchrun, a process group of its own."""
     words = [
@@ -56,6 +56,8 @@ def start(
         str(shards),
         "--chunks",
         "8",
+        "--schedule",
+        schedule,
         "--epochs",
         str(epochs),
         "--eval-every",
@@ -101,12 +103,13 @@ def main() -> int:
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--hidden", type=int, default=16)
+    parser.add_argument("--schedule", default="fill-drain")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=240.0, help="a run may take so long")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="gnnpipe-kill-"))
-    shape = options.stages, options.shards, options.epochs, options.hidden
+    shape = options.stages, options.shards, options.epochs, options.hidden, options.schedule
     calm = start(folder / "calm", *shape, folder / "calm.log")
     if calm.wait(options.limit_s):
         print((folder / "calm.log").read_text())
@@ -135,7 +138,7 @@ def main() -> int:
         is_same = code == 0 and found == expected
         wrong += not is_same
         lines = log.read_text(errors="replace").splitlines()
-        told = [line for line in lines if "going on" in line]
+        told = [line for line in lines if "resuming from" in line]
         print(
             f"{number + 1}: rank {victim} killed after epoch {epoch} ({killed - began:.1f} s), "
             f"exit code {code} {time.monotonic() - killed:.1f} s later, "

@@ -34,6 +34,7 @@ from gnnpipe.plan import ALL_ROWS, ModelGraph, Placement, Plan, StageDag, precom
 from gnnpipe.planner import GraphCounts, Planner, PlanRequest, naming_plan, planner_named
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.world import World
 from gnnpipe.schedule import CheckedProgram, Program, with_forecast
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.inputs import (
@@ -44,10 +45,16 @@ from gnnpipe.setup.inputs import (
     row_dtype,
     settled_config,
 )
-from gnnpipe.setup.memory_estimate import memory_by_rank, memory_settings, with_program
+from gnnpipe.setup.memory_estimate import (
+    memory_by_rank,
+    memory_settings,
+    rank_memory_bytes,
+    with_program,
+)
 from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepare import shape_of, training_programs
 from gnnpipe.setup.prepared import Prepared, chunk_order
+from gnnpipe.setup.recompute_every import settle_recompute_every
 
 Shape = tuple[int, int, int]
 """Stages, shards, chunks."""
@@ -211,23 +218,35 @@ def scenario_of(prepared: Prepared) -> Scenario:
 
 
 def scenario_of_shape(
-    config: TrainConfig, shape: GraphShape, model: ModelGraph | None = None
+    config: TrainConfig,
+    shape: GraphShape,
+    model: ModelGraph | None = None,
+    memory_bytes: int | None = None,
 ) -> Scenario:
-    """Scenario of a graph that is given in numbers; ``model`` in place of the config's."""
+    """Scenario of a graph that is given in numbers; ``model`` in place of the config's.
+
+    ``memory_bytes``: of the smallest device, for ``--recompute-every 0``; ``None``: this machine's.
+    """
     model = model or model_on_shape(config, shape)
     planner = planner_named(config.plan)
     with naming_plan(planner):
-        return _scenario_of_plan(
-            config, shape, model, _plan_of_shape(config, shape, model, planner)
+        plan = _plan_of_shape(config, shape, model, planner)
+        dag = StageDag.of(plan, model)
+        config = settle_recompute_every(
+            settled_config(config, plan),
+            model,
+            plan,
+            lambda other: max(memory_of_shape(other, shape, model, dag)),
+            rank_memory_bytes(World.alone()) if memory_bytes is None else memory_bytes,
         )
+        return _scenario_of_plan(config, shape, model, dag)
 
 
 def _scenario_of_plan(
-    config: TrainConfig, shape: GraphShape, model: ModelGraph, plan: Plan
+    config: TrainConfig, shape: GraphShape, model: ModelGraph, dag: StageDag
 ) -> Scenario:
-    config, chunks = settled_config(config, plan), plan.chunks
+    plan, chunks = dag.plan, dag.plan.chunks
     staleness = config.staleness_settings_for(chunks, plan.schedule)
-    dag = StageDag.of(plan, model)
     program, _ = training_programs(config, model, dag)
     probes = _probes(config, shape, model, plan, program)
     by_shards = {

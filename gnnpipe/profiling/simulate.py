@@ -33,7 +33,7 @@ from gnnpipe.perf.what_if import (
 )
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.plan.plan import shards_text
-from gnnpipe.planner import AUTO, PLANNERS, find_plan
+from gnnpipe.planner import AUTO, PLANNERS, Planner, find_plan
 from gnnpipe.planner.given_devices import Hardware, hardware_of, profile_or_sheets
 from gnnpipe.profiling.predict import costs_of, naming_profile
 from gnnpipe.profiling.scenario import (
@@ -53,6 +53,7 @@ from gnnpipe.profiling.search import (
 )
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.inputs import settled_config
+from gnnpipe.setup.memory_estimate import fit_recompute_every, rank_memory_bytes
 from gnnpipe.setup.prepare import prepare, ranks_of, shape_text
 
 VERSION = 1
@@ -197,13 +198,46 @@ def simulate(
     if known is not None:
         return _simulate_found(config, known, graph, model, shape)
 
-    def scenario_with(one: TrainConfig) -> Scenario:
-        given = detached_copy(model)
-        if shape is not None:
-            return scenario_of_shape(one, shape, model_on_shape(one, shape, given))
-        return scenario_of(prepare(one, World.alone(), graph, given))
+    ranks = ranks_of(config)
+    device_bytes = _device_bytes(hardware, cluster, ranks)
 
-    return _simulate(config, scenario_with, profile, hardware, cluster, ranks_of(config))
+    def scenario_with(one: TrainConfig) -> Scenario:
+        if shape is not None:
+            described = model_on_shape(one, shape, detached_copy(model))
+            return scenario_of_shape(one, shape, described, _least_bytes(device_bytes, ranks))
+        return _scenario_of_graph(one, graph, model, device_bytes, ranks)
+
+    return _simulate(config, scenario_with, profile, hardware, cluster, ranks)
+
+
+def _device_bytes(hardware: str | None, cluster: Cluster | None, ranks: int) -> list[int]:
+    """Memory of the devices; empty for a profile without a cluster."""
+    if cluster is not None:
+        return [device.memory_bytes for device in cluster.devices]
+    return [] if hardware is None else [hardware_memory_bytes(hardware)] * max(ranks, MAX_RANKS)
+
+
+def _least_bytes(device_bytes: Sequence[int], ranks: int) -> int:
+    """Memory of the smallest device that has a rank; of this machine if no device is known."""
+    return min(device_bytes[:ranks], default=rank_memory_bytes(World.alone()))
+
+
+def _scenario_of_graph(
+    config: TrainConfig,
+    graph: Graph | None,
+    model: nn.Module | None,
+    device_bytes: Sequence[int],
+    ranks: int,
+    planner: Planner | None = None,
+) -> Scenario:
+    """Scenario of a graph; ``--recompute-every 0`` is settled by the memory of the devices."""
+    settled = replace(config, recompute_every=config.recompute_every or 1)
+    prepared = prepare(settled, World.alone(), graph, detached_copy(model), planner)
+    if not config.recompute_every:
+        is_open = replace(prepared.config, recompute_every=0)
+        least = _least_bytes(device_bytes, ranks)
+        prepared = fit_recompute_every(replace(prepared, config=is_open), least)
+    return scenario_of(prepared)
 
 
 def _check_arguments(
@@ -231,9 +265,9 @@ def _simulate_found(
 ) -> Simulation:
     """Searches a plan and simulates it."""
     check_no_target(config)
-    given = detached_copy(model)
+    device_bytes = hardware.device_bytes()
     if shape is not None:
-        described = model_on_shape(config, shape, given)
+        described = model_on_shape(config, shape, detached_copy(model))
         with naming_profile(config):
             work = workload_of_shape(config, shape, described, hardware)
             found = find_plan(search_space(config, work, hardware))
@@ -241,7 +275,8 @@ def _simulate_found(
         scenario = scenario_of_found(config, found, shape)
     else:
         planner = OfflinePlanner(config, hardware)
-        scenario = scenario_of(prepare(config, World.alone(), graph, given, planner))
+        ranks = hardware.num_devices
+        scenario = _scenario_of_graph(config, graph, model, device_bytes, ranks, planner)
         found = planner.found[-1]
     simulated = _simulate(
         config,
@@ -268,11 +303,7 @@ def _simulate(
             f"{cluster.source}: number of devices {len(cluster.devices)}, and "
             f"{shape_text(config)} needs {ranks}; add devices, or try a smaller shape"
         )
-    device_bytes: list[int] = []
-    if cluster is not None:
-        device_bytes = [device.memory_bytes for device in cluster.devices]
-    elif hardware is not None:
-        device_bytes = [hardware_memory_bytes(hardware)] * max(ranks, MAX_RANKS)
+    device_bytes = _device_bytes(hardware, cluster, ranks)
     scenario = scenario_with(config)
     config = scenario.config
     if device_bytes:

@@ -33,14 +33,11 @@ from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import number_dtype, reason_not_recorded, row_dtype
 from gnnpipe.setup.loss_rows import loss_rows_of_shard
 from gnnpipe.setup.prepared import Prepared
-from gnnpipe.setup.recompute_every import fastest_that_fits, recomputing
+from gnnpipe.setup.recompute_every import fastest_that_fits, recomputing, settle_recompute_every
 from gnnpipe.tasks.loss import kept_by_loss
 
 _METIS_ENTRY_BYTES = 110
 """Memory of METIS per adjacency entry, with the copies of its input (measured: 105 to 110)."""
-
-_GROWTH = 1.4
-"""The most that the memory of a process grew by, over its estimate (docs/how-to)."""
 
 Counts = npt.NDArray[np.int64]
 
@@ -135,28 +132,32 @@ def _recomputation_that_fits(
     """Returns the flags, with a comma, that may make a run fit; '' if recomputation cannot."""
     if reason_not_recorded(prepared.model):
         return ""
-    every = fastest_that_fits(
-        prepared,
-        lambda other: sum(least_memory_bytes(other, *place) for place in places),
-        capacity_bytes,
+
+    def bytes_with(every: int) -> int:
+        other = replace(prepared, config=recomputing(prepared.config, every))
+        return sum(least_memory_bytes(other, *place) for place in places)
+
+    every, size_bytes = fastest_that_fits(
+        prepared.model_graph, prepared.plan, bytes_with, capacity_bytes
     )
-    if every is None:
+    if size_bytes > capacity_bytes:
         return ""
     return "--recompute, " if every == 1 else f"--recompute --recompute-every {every}, "
 
 
-def fit_recompute_every(prepared: Prepared, world: World) -> Prepared:
-    """Returns the run with the number of steps that ``--recompute-every 0`` leaves open.
+def fit_recompute_every(prepared: Prepared, memory_bytes: int, *, warns: bool = True) -> Prepared:
+    """Returns the run with the n that ``--recompute-every 0`` leaves open.
 
-    If none fits by estimate, the number is 1.
+    ``memory_bytes``: of the smallest device. ``warns``: whether this rank warns if no n fits.
     """
-    if prepared.config.recompute_every:
-        return prepared
-    capacity_bytes = int(min(world.gather(rank_memory_bytes(world))) / _GROWTH)
-    every = fastest_that_fits(
-        prepared, lambda other: max(e.on_device for e in memory_by_rank(other)), capacity_bytes
+
+    def bytes_of(config: TrainConfig) -> int:
+        return max(e.on_device for e in memory_by_rank(replace(prepared, config=config)))
+
+    config = settle_recompute_every(
+        prepared.config, prepared.model_graph, prepared.plan, bytes_of, memory_bytes, warns=warns
     )
-    return recomputing(prepared, every or 1)
+    return replace(prepared, config=config)
 
 
 def rank_memory_bytes(world: World) -> int:

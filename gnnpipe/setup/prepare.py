@@ -69,7 +69,7 @@ from gnnpipe.setup.inputs import (
 )
 from gnnpipe.setup.label_inputs import with_label_inputs
 from gnnpipe.setup.loss_rows import find_loss_rows, loss_row_mask
-from gnnpipe.setup.memory_estimate import fit_recompute_every
+from gnnpipe.setup.memory_estimate import fit_recompute_every, rank_memory_bytes
 from gnnpipe.setup.model_graph import describe
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import LossFn, check_loss, choose_metric, kept_by_loss
@@ -118,7 +118,10 @@ def prepare(
     )
     with naming_plan(planner):
         found = _prepared(inputs, _plan(inputs, planner), refill_epochs)
-    return fit_recompute_every(found, world)
+    if config.recompute_every:
+        return found
+    least_bytes = min(world.gather(rank_memory_bytes(world)))
+    return fit_recompute_every(found, least_bytes, warns=world.rank == 0)
 
 
 @dataclass(frozen=True)

@@ -296,15 +296,19 @@ def test_restarts_need_a_folder(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_started_again_and_nothing_is_lost():
+@pytest.mark.parametrize("schedule", ["fill-drain", "async"])
+def test_a_killed_rank_is_started_again_and_nothing_is_lost(schedule):
+    options = ["--times", "1", "--epochs", "16", "--schedule", schedule]
     found = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "kill_ranks.py"), "--times", "1", "--epochs", "16"],
+        [sys.executable, str(ROOT / "scripts" / "kill_ranks.py"), *options],
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
     assert found.returncode == 0, found.stdout + found.stderr
+    assert "exit code 0" in found.stdout
+    assert ": same" in found.stdout.partition("later, epoch-0000")[2], found.stdout
 
 
 class Hostile:

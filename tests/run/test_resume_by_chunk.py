@@ -14,6 +14,7 @@ from gnnpipe import Trainer
 from gnnpipe.errors import StoppedError
 from gnnpipe.models.gcnii import GCNIILayer
 from gnnpipe.run.resume import resumed_config
+from gnnpipe.runtime.stage import Stage
 
 RUN = {
     "stages": 2, "chunks": 4, "schedule": "async", "eval_every": 2, "checkpoint_every": 3,
@@ -74,6 +75,41 @@ def test_stopped_at_a_flush_and_gone_on_with_is_the_same_to_the_bit(shards, more
     weights = [torch.load(f"{o}/model.pt", weights_only=True) for o in (out, whole)]
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name])
+
+
+def killed(out, settings, victim, number):
+    """A rank kills itself in a backward pass (from 0), between two flushes."""
+    backward, passes = Stage.backward, []
+
+    def struck(self, *arguments):
+        if os.environ["RANK"] == str(victim) and len(passes) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        passes.append(1)
+        return backward(self, *arguments)
+
+    Stage.backward = struck
+    Trainer(config(out, **settings), small_graph()).fit()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shards", "victim", "number", "more"),
+    [(1, 0, 18, {}), (1, 1, 23, {"weights": "stash"}), (2, 3, 21, {})],
+)
+def test_killed_within_an_epoch_and_gone_on_with_is_the_same_to_the_bit(
+    shards, victim, number, more, tmp_path
+):
+    settings = RUN | {"shards": shards} | more
+    whole, out = str(tmp_path / "whole"), str(tmp_path / "out")
+    run_ranks(trained, 2 * shards, whole, settings)
+    with pytest.raises(AssertionError, match=r"LostRankError.* newest checkpoint is epoch-000003"):
+        run_ranks(killed, 2 * shards, out, settings, victim, number, timeout_s=60)
+    assert len(table(out)) == 4  # of a flush behind the checkpoint
+    run_ranks(gone_on_with, 2 * shards, out)
+    assert table(out) == table(whole)
+    weights = [torch.load(f"{o}/model.pt", weights_only=True) for o in (out, whole)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 def with_fault(out, on_nan):

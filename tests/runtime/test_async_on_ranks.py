@@ -241,19 +241,3 @@ def test_more_passes_ahead(ranks, shards, policy, is_fork, ahead):
     stages = ranks // shards
     settings = (stages, shards, policy, "Adam", 1, is_fork, ahead)
     assert max(run_ranks(difference, ranks, *settings)) < 1e-9
-
-
-@pytest.mark.slow
-def test_policies_differ():
-    """With two stages and a step a chunk, spectrain and xpipe predict what predict does."""
-    policies = ("latest", "stash", "predict")
-    assert len({run_ranks(last_loss, 2, policy)[0] for policy in policies}) == 3
-
-
-def last_loss(policy):
-    config = quick_config(
-        model="gcn", layers=4, hidden=WIDTH, stages=2, chunks=CHUNKS, schedule="async",
-        weights=policy, lr=LR, momentum=0.0,
-    )  # fmt: skip
-    mesh = Mesh.join(2, 1)
-    return Trainer(config, small_graph(40), world=mesh).fit().loss

@@ -24,24 +24,33 @@ def prepared_with(every=1, recompute=False):
     return prepare(config, Mesh.alone(), small_graph(n=500, degree=3))
 
 
+def with_every(prepared, every):
+    return replace(prepared, config=recomputing(prepared.config, every))
+
+
 def total(prepared):
     return memory_by_rank(prepared)[0].on_device
 
 
 def test_passes_first_then_memory():
     prepared = prepared_with()
-    size = {n: total(recomputing(prepared, n)) for n in (1, 2, 4, 5, 8, 16)}
+    size = {n: total(with_every(prepared, n)) for n in (1, 2, 4, 5, 8, 16)}
     assert size[2] < size[5] < size[8] < size[1] or size[5] < size[1]
-    assert fastest_that_fits(prepared, total, size[1]) == 1
-    assert fastest_that_fits(prepared, total, size[1] - 1) == 5
-    assert fastest_that_fits(prepared, total, size[5] - 1) == min((2, 4), key=size.get)
-    assert fastest_that_fits(prepared, total, min(size.values()) - 1) is None
+
+    def found(capacity):
+        return fastest_that_fits(prepared.model_graph, prepared.plan, size.get, capacity)
+
+    least = min((2, 4), key=size.get)
+    assert found(size[1]) == (1, size[1])
+    assert found(size[1] - 1) == (5, size[5])
+    assert found(size[5] - 1) == (least, size[least])
+    assert found(size[least] - 1) == (least, size[least])  # more than there is
 
 
 def test_a_refusal_names_the_number_that_fits(monkeypatch):
     prepared = prepared_with()
-    needed = least_memory_bytes(recomputing(prepared, 5), 0, 0)
-    assert needed < least_memory_bytes(recomputing(prepared, 1), 0, 0)
+    needed = least_memory_bytes(with_every(prepared, 5), 0, 0)
+    assert needed < least_memory_bytes(with_every(prepared, 1), 0, 0)
     monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: needed)
     with pytest.raises(InputError, match="try --recompute --recompute-every 5, a smaller --hidden"):
         check_memory(prepared, Mesh.alone())
@@ -52,11 +61,18 @@ def test_a_refusal_names_the_number_that_fits(monkeypatch):
 
 def test_zero_is_settled_by_the_memory_of_the_machine(monkeypatch):
     assert prepared_with(0, recompute=True).config.recompute_every == 1
-    size = total(recomputing(prepared_with(), 5))
+    size = total(with_every(prepared_with(), 5))
     monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: int(1.4 * size) + 2)
     assert prepared_with(0, recompute=True).config.recompute_every == 5
-    monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: 1)
-    assert prepared_with(0, recompute=True).config.recompute_every == 1
+
+
+def test_zero_warns_if_no_number_fits(monkeypatch):
+    sizes = {n: total(with_every(prepared_with(), n)) for n in (1, 2, 4, 5, 8, 16)}
+    least = min(sizes, key=sizes.get)
+    monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: 1000)
+    said = f"--recompute-every 0: no number fits into memory by estimate; {least} takes least"
+    with pytest.warns(UserWarning, match=said):
+        assert prepared_with(0, recompute=True).config.recompute_every == least
 
 
 def test_zero_trains_to_the_same_losses():
