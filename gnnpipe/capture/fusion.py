@@ -19,8 +19,8 @@ from torch_geometric.nn.dense.linear import Linear
 from gnnpipe.capture.call_facts import Facts
 from gnnpipe.capture.fx_names import FEATURES, attribute, edges_read, is_input
 from gnnpipe.capture.markers import aggregate, drop
-from gnnpipe.capture.stage.row_work import mixed_map, normed, normed_map, summed
-from gnnpipe.capture.stage.step_calls import HOOKS
+from gnnpipe.capture.stage.row_work import mixed_map, normalised, normed, normed_map, summed
+from gnnpipe.capture.stage.step_calls import HOOKS, normalise
 
 
 def fuse(recording: fx.GraphModule, facts: dict[fx.Node, Facts]) -> list[fx.Node]:
@@ -80,16 +80,16 @@ class _Fusion:
         layer_norm = call.args[0]
         if not isinstance(layer_norm, fx.Node) or not self._is_inner(layer_norm, call):
             return
+        if layer_norm.target is normalise:
+            self._replace_norm(call, layer_norm)
+            return
         norm = self._norm_of(layer_norm)
         rows = layer_norm.args[0] if layer_norm.args else None
         if norm is None or not isinstance(rows, fx.Node) or not self._is_matrix(rows):
             return
-        last, inner, settings = call, [layer_norm], {}
-        (following,) = call.users if len(call.users) == 1 else (None,)
-        if following is not None and following.target is drop:
-            settings = dict(following.kwargs)
-            last, inner = following, [call, layer_norm]
-        arguments = {"norm": norm, "probability": 0.0, **settings}
+        last, inner, settings = self._with_dropout(call)
+        inner = [*inner, layer_norm]
+        arguments = {"norm": norm, **settings}
         if rows.target is mixed_map and self._is_inner(rows, layer_norm):
             with last.graph.inserting_before(last):
                 norm = fx.node.map_aggregate(norm, self._weight)
@@ -102,6 +102,23 @@ class _Fusion:
         if found is None:
             found = _Sum([(rows, None)])
         self._replace(last, normed, found, inner, arguments)
+
+    def _with_dropout(self, relu: fx.Node) -> tuple[fx.Node, list[fx.Node], dict[str, Any]]:
+        """The last call of a ReLU and a dropout, the call before, and the dropout's settings."""
+        (following,) = relu.users if len(relu.users) == 1 else (None,)
+        if following is not None and following.target is drop:
+            return following, [relu], dict(following.kwargs)
+        return relu, [], {"probability": 0.0}
+
+    def _replace_norm(self, relu: fx.Node, norm: fx.Node) -> None:
+        """Fuse a normalisation over all vertices, the ReLU behind it and a dropout."""
+        if not self._is_matrix(norm):
+            return
+        last, inner, settings = self._with_dropout(relu)
+        last.op, last.target, last.args = "call_function", normalised, norm.args
+        last.kwargs = settings
+        self.made.append(last)
+        self.dead |= dict.fromkeys([*inner, norm])
 
     def try_sum(self, call: fx.Node) -> None:
         """Fuse the additions and products that end with the addition ``call``."""

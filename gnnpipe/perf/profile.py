@@ -195,6 +195,8 @@ class Profile:
     """Sum over shards, likewise."""
     collectives: Collectives = DEFAULT_COLLECTIVES
     """The row exchange and the sum that were measured."""
+    recompute_every: int = 1
+    """With ``recompute``, steps that were recomputed together."""
     waiting_share: float = 0.0
     """Share of the measured time in which a rank's main thread could run and had no core, of the
     rank that waited most; 0 on a GPU, of ranks that share cores, by hand, and where the system does

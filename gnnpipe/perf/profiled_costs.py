@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from enum import Enum, auto
 from functools import cached_property
 from itertools import combinations
@@ -24,13 +25,14 @@ import numpy.typing as npt
 
 from gnnpipe.collectives import LinkUse
 from gnnpipe.perf.parts import Part, PlanSizes, Side, column_work, step_parts
-from gnnpipe.perf.profile import Affine, OpTimes, Profile, op_kind
+from gnnpipe.perf.profile import Affine, OpTimes, Profile, aggregates_again, op_kind
 from gnnpipe.perf.simulate import TaskKind
 from gnnpipe.perf.volume import ColumnNumbers, fit_numbers
 from gnnpipe.plan import (
     ModelGraph,
     Op,
     RowWay,
+    Segments,
     StageDag,
     Transfer,
     column_bounds,
@@ -85,12 +87,12 @@ class ProfiledCosts:
             InputError: The profile lacks an op or a link that the plan needs.
         """
         plan = dag.plan
-        self.plan, self.model = plan, model
-        self._sizes = sizes
+        self.plan, self.model, self._sizes = plan, model, sizes
         self._number_bytes, self._row_bytes = number_bytes, row_bytes
         self._profile, self._compute = profile, profile.compute_of(ranks_at_once)
         self._cluster = cluster
         self._speeds = [device.speed for device in cluster.devices] if cluster else []
+        self._recompute_every = 1
         recomputed = {op for stage in plan.stages if stage.recompute for op in stage.ops}
         self._ops = [self._times_of(op, i in recomputed) for i, op in enumerate(model.ops)]
         self._parts = [
@@ -112,16 +114,31 @@ class ProfiledCosts:
         for transfer in dag.transfers:
             self._transfers[transfer.source, transfer.target].append(transfer)
         if cluster is None:
-            if plan.num_stages > 1:
-                self._profile.link("message")
-            if plan.most_shards > 1:
-                self._profile.link("exchange")
-                self._profile.link("shard_sum")
+            self._check_links()
+
+    def _check_links(self) -> None:
+        """``InputError`` if the profile lacks a link that the plan needs."""
+        if self.plan.num_stages > 1:
+            self._profile.link("message")
+        if self.plan.most_shards > 1:
+            self._profile.link("exchange")
+            self._profile.link("shard_sum")
 
     def with_speeds(self, speeds: Sequence[float]) -> ProfiledCosts:
         """Return the same costs for devices of these speeds by rank; empty: as they are."""
         found = copy(self)
         found._speeds = list(speeds) or self._speeds
+        return found
+
+    def recomputing(self, every: int) -> ProfiledCosts:
+        """Return the costs with ``every`` steps recomputed together.
+
+        Adds the further passes to a profile of steps recomputed one by one; another profile has
+        been taken with this number and has their time.
+        """
+        found = copy(self)
+        found._recompute_every = every if self._profile.recompute_every == 1 else 1
+        found._steps = {}
         return found
 
     def _times_of(self, op: Op, is_recomputed: bool) -> OpTimes:
@@ -170,12 +187,28 @@ class ProfiledCosts:
             edges = self._edges(stage, part)
             total += costs.base_s + costs.per_row_s * rows
             total += costs.per_edge_s * edges + costs.per_entry_s * entries
+            if way == Direction.BACKWARD and self._recompute_every > 1:
+                again = self._run_again(stage, step, part)
+                total += again.base_s + again.per_row_s * rows
+                total += again.per_edge_s * edges + again.per_entry_s * entries
             if part.side is Side.BEFORE and not op.is_mean:
                 # A row that travels by columns is copied when it is sent and when it arrives.
                 by_columns = self.plan.way(part.op) is RowWay.COLUMNS
                 copied = 2 * rows if by_columns else self._sent_rows(Direction.FORWARD, stage, op)
                 total += self._compute.boundary_per_number_s * copied * op.push_width
         return total if self._cluster else total + self._busy_times(way, stage, step)
+
+    def _run_again(self, stage: int, step: int, part: Part) -> Affine:
+        """Return the time that backward runs a part again, beyond a recomputation step by step."""
+        segments = Segments(len(self._parts[stage]), self._recompute_every)
+        op, once = self.model.ops[part.op], self._part_times(Direction.FORWARD, part)
+        times = segments.times_again(step) - 1
+        edges = float(times)
+        if not aggregates_again(op.is_linear, part.side is Side.AFTER):
+            # Only a single chunk on a single shard aggregates again, as it has no table.
+            is_alone = self.plan.chunks == self.plan.stages[stage].shards == 1
+            edges = float(segments.aggregations_again(step) * is_alone)
+        return replace(once.scaled(times), per_edge_s=once.per_edge_s * edges)
 
     def _busy_times(self, way: Direction, stage: int, step: int) -> npt.NDArray[np.float64]:
         """Return the processor seconds of messages and exchanges during a step, [G, K]."""

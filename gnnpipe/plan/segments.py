@@ -35,6 +35,20 @@ class Segments:
         """Forward passes that backward adds, at most."""
         return 1 + (self.outer > self.every)
 
+    def times_again(self, step: int) -> int:
+        """Return how often backward runs a step again."""
+        segment_end, outer_end = (
+            min((step // length + 1) * length, self.num_steps)
+            for length in (self.every, self.outer)
+        )
+        return 1 + (segment_end < outer_end)
+
+    def aggregations_again(self, step: int) -> int:
+        """Return how often backward aggregates for a step again, if the rows are not kept."""
+        return (
+            0 if self.is_kept(step) else 1 if step == self.start(step) else self.times_again(step)
+        )
+
     def start(self, step: int) -> int:
         """Return the first step of the segment of ``step``."""
         return step - step % self.every

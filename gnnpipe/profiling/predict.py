@@ -205,7 +205,7 @@ def costs_of(
             row_bytes=row_dtype(config).itemsize,
             ranks_at_once=ranks_at_once,
             cluster=cluster,
-        )
+        ).recomputing(config.recompute_every if config.recompute else 1)
 
 
 def naming_profile(config: TrainConfig) -> AbstractContextManager[None]:
@@ -245,6 +245,12 @@ def _check_recomputation(config: TrainConfig, profile: Profile, plan: Plan | Non
 
     Those of a stage that the plan recomputes are derived from times without recomputation.
     """
+    every = profile.recompute_every
+    if config.recompute and profile.recompute and every not in (1, config.recompute_every):
+        raise InputError(
+            f"profile: recompute_every: was taken with {every}, not {config.recompute_every}; take "
+            f"one with --recompute-every 1 or {config.recompute_every}"
+        )
     stages = [False] if plan is None else [stage.recompute for stage in plan.stages]
     for i, is_in_plan in enumerate(stages):
         wanted = config.recompute or is_in_plan

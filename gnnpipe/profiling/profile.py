@@ -297,6 +297,7 @@ def _profile(
         matmul_dtype=config.matmul_dtype,
         kernel=config.kernel,
         recompute=config.recompute,
+        recompute_every=config.recompute_every if config.recompute else 1,
         threads=torch.get_num_threads(),
         compute=tuple(compute),
         message=links.message,

@@ -12,7 +12,8 @@ from torch_geometric import nn as pyg
 
 from gnnpipe import Trainer
 from gnnpipe.capture.recorded_model import capture
-from gnnpipe.capture.stage.row_work import mixed_map, normed, normed_map, summed
+from gnnpipe.capture.stage.row_work import mixed_map, normalised, normed, normed_map, summed
+from gnnpipe.capture.stage.step_calls import normalise
 from gnnpipe.capture.trial import facts
 from gnnpipe.ops.output_buffer import OutputBuffer
 
@@ -88,6 +89,8 @@ NETS = {
     "residual sage": lambda: Residual("sage"),
     "skipping": lambda: Skipping("gcn"),
     "of features": OfFeatures,
+    "batch norm": lambda: Net("sage", nn.BatchNorm1d),
+    "batch norm without weights": lambda: Net("gcn", lambda n: nn.BatchNorm1d(n, affine=False)),
     "without dropout": lambda: Net("gcn", dropout=0.0),
 }
 
@@ -109,13 +112,14 @@ def trained(model, **settings):
     return np.array(losses), trainer.predict(), model.state_dict()
 
 
+CHUNKED = ("gcnii", "residual sage", "batch norm")
 CHUNKS = [{"chunks": 4}, {"chunks": 3, "recompute": True}]
 
 
+@pytest.mark.filterwarnings("ignore:model. Net normalises over all vertices")
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [(name, {}) for name in NETS]
-    + [(name, settings) for name in ("gcnii", "residual sage") for settings in CHUNKS],
+    [(name, {}) for name in NETS] + [(name, settings) for name in CHUNKED for settings in CHUNKS],
 )
 def test_trains_to_the_numbers_of_single_calls(name, settings, monkeypatch):
     fused = trained(made(name), **settings)
@@ -142,6 +146,9 @@ def test_a_layer_is_one_call():
         found = targets(made(name))
         assert found.count(kind) == LAYERS
         assert not {summed, mixed_map, F.relu, F.linear} & set(found)
+    found = targets(made("batch norm"))
+    assert (found.count(normalised), found.count(summed)) == (LAYERS, LAYERS)
+    assert not {normalise, F.relu} & set(found)
     found = targets(made("residual gcn"))
     assert (found.count(normed), found.count(summed)) == (LAYERS, LAYERS)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from gnnpipe.capture.markers import recorded
+from gnnpipe.capture.stage.step_calls import normalise_relu
 from gnnpipe.models.layer import Rows
 from gnnpipe.ops.bf16_matmul import linear, product
 from gnnpipe.ops.norm_relu import NormReluOptions, NormWeights, gcnii_mix, norm_relu
@@ -118,12 +119,32 @@ def _normed_map(
     return gcnii_mix(received, first, weight.t(), *constants, options, overwrites)
 
 
+def normalised(*given: Any, probability: float = 0.0, site: int = -1) -> Any:
+    """``dropout(relu(normalise(...)))``, [R, F]: a BatchNorm, ReLU and dropout.
+
+    ``given``: the arguments of ``step_calls.normalise``.
+    """
+    del probability, site
+    return normalise_relu(*given, options=NormReluOptions())
+
+
+def _normalised(rows: Rows, *given: Any, **settings: Any) -> Any:
+    """``normalised`` of a chunk's rows. ``settings``: as ``_options`` takes."""
+    options = _options(rows, given[0].shape[1], **settings)
+    return normalise_relu(*given, options=options)
+
+
 def _pairs_of(pairs: Sequence[Any]) -> list[tuple[Any, Any]]:
     return list(zip(pairs[::2], pairs[1::2], strict=True))
 
 
 def _options(
-    rows: Rows, width: int, probability: float, is_rounded: bool, is_pushed: bool, site: int = -1
+    rows: Rows,
+    width: int,
+    probability: float,
+    is_pushed: bool,
+    is_rounded: bool = False,
+    site: int = -1,
 ) -> NormReluOptions:
     """Options of a fused call; ``is_pushed``: the result is the rows that the step pushes."""
     mask = rows.mask(width, probability, site) if probability else None
@@ -138,11 +159,11 @@ def _normed(
     return norm_relu(NormWeights(*norm), bias, *pairs, options=options)
 
 
-ROW_WORK = {normed: _normed, normed_map: _normed_map}
+ROW_WORK = {normed: _normed, normed_map: _normed_map, normalised: _normalised}
 """Functions on a chunk's rows, which take ``Rows`` as first argument, by recorded function. They
 can write their result into the history table (``is_pushed``)."""
 
-PRODUCTS = (summed, mixed_map, *ROW_WORK)
+PRODUCTS = (summed, mixed_map, normed, normed_map)
 """Recorded functions that can compute products in bf16 (``is_rounded``)."""
 
 

@@ -21,7 +21,7 @@ from gnnpipe.capture.markers import in_training, is_mean, is_sum, of_all
 from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.rules.norms import update_running_statistics
 from gnnpipe.capture.stage.block_conv import BlockConv
-from gnnpipe.capture.stage.row_work import PRODUCTS, ROW_WORK, multiplies, normed_map
+from gnnpipe.capture.stage.row_work import PRODUCTS, ROW_WORK, multiplies, normalised, normed_map
 from gnnpipe.capture.stage.step_calls import (
     OF_ROWS,
     LinearBy,
@@ -272,7 +272,7 @@ class _Writer:
             self._made[call] = self._graph.get_attr(str(call.target))
         elif self._recording.maps_features(call):
             self._made[call] = self._linear_of_features(call)
-        elif call.target in PRODUCTS:
+        elif call.target in PRODUCTS or call.target in ROW_WORK:
             self._made[call] = self._row_work(call)
         elif self._is_rounded(call):
             self._made[call] = self._rounded_linear(call)
@@ -375,8 +375,8 @@ class _Writer:
         self._add_module(call)
         rows = self._rows_of(call) if call.target in OF_ROWS else self._rows
         # These take single rows, except for x.
-        x = call.args[0] if call.target in (squares, normalise) else None
-        takes_means = call.target in (squares, normalise, in_training, of_all)
+        x = call.args[0] if call.target in (squares, normalise, normalised) else None
+        takes_means = call.target in (squares, normalise, normalised, in_training, of_all)
 
         def source_of(v: fx.Node) -> fx.Node:
             is_single = takes_means and v is not x and v in self._means
@@ -415,7 +415,8 @@ class _Writer:
         # Added first: a call may only read what stands before it.
         rows = self._rows_of(call) if call.target in ROW_WORK else self._rows
         copied = self._copy(call)
-        copied.kwargs = {**copied.kwargs, "is_rounded": self._is_rounded(call)}
+        if call.target in PRODUCTS:
+            copied.kwargs = {**copied.kwargs, "is_rounded": self._is_rounded(call)}
         if call.target in ROW_WORK:
             target: Any = ROW_WORK[call.target]
             copied.target = target

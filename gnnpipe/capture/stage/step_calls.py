@@ -19,7 +19,10 @@ from gnnpipe.graph.blocks import Block
 from gnnpipe.models.layer import Rows
 from gnnpipe.models.sparse_input_linear import feature_linear
 from gnnpipe.ops.bf16_matmul import linear
+from gnnpipe.ops.hashed_dropout import keyed_dropout
+from gnnpipe.ops.norm_relu import NormReluOptions
 from gnnpipe.ops.norm_relu_blocks import blocks_of
+from gnnpipe.ops.output_buffer import output_rows
 
 
 def edge_data_of(block: Block, name: str) -> Tensor:
@@ -142,7 +145,14 @@ def normalise(x: Any, mean: Any, variance: Any, weight: Any, bias: Any, eps: flo
     if not _is_one_row(x, mean, variance):
         found = (x - mean) * torch.rsqrt(positive(variance) + eps)
         return found if weight is None else found * weight + bias
-    return _Normalise.apply(x, mean, variance, weight, bias, eps)  # type: ignore[no-untyped-call]
+    return _Normalise.apply(x, mean, variance, weight, bias, eps, None)  # type: ignore[no-untyped-call]
+
+
+def normalise_relu(*given: Any, options: NormReluOptions) -> Any:
+    """``dropout(relu(normalise(...)))`` [C, F]; ``given``: the arguments of ``normalise``."""
+    if not _is_one_row(*given[:3]):
+        return keyed_dropout(torch.relu(normalise(*given)), options.mask)
+    return _Normalise.apply(*given, options)  # type: ignore[no-untyped-call]
 
 
 def positive(variance: Any) -> Any:
@@ -184,27 +194,40 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
+        options: NormReluOptions | None,
     ) -> Tensor:
-        row, out = mean[0], torch.empty_like(x)
+        """``options``: of the ReLU and the dropout that follow; None without these."""
+        row, factor = mean[0], 1.0 if options is None else options.factor
+        out = output_rows(None if options is None else options.output_buffer, x, x.shape[1])
         root = torch.rsqrt(positive(variance[0]) + eps)
-        scale = root if weight is None else root * weight
+        # c relu(x) = relu(c x) for the factor c > 0 of the dropout.
+        scale = (root if weight is None else root * weight) * factor
+        shift = None if bias is None else bias * factor
         for block in blocks_of(x, x.shape[1]):
-            torch.sub(x[block], row, out=out[block]).mul_(scale)
-            if bias is not None:
-                out[block].add_(bias)
-        ctx.save_for_backward(x, row, variance[0], root, weight)
+            rows = torch.sub(x[block], row, out=out[block]).mul_(scale)
+            if shift is not None:
+                rows.add_(shift)
+            if options is not None:
+                rows.clamp_min_(0)
+                if options.mask is not None:
+                    rows.mul_(options.mask.kept[block])
+        ctx.save_for_backward(x, row, variance[0], root, weight, None if options is None else out)
+        ctx.factor = factor
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, row, variance, root, weight = ctx.saved_tensors
+        x, row, variance, root, weight, out = ctx.saved_tensors
         scale = root if weight is None else root * weight
         to_x, total, with_rows = torch.empty_like(x), torch.zeros_like(row), torch.zeros_like(row)
         for block in blocks_of(x, x.shape[1]):
             part = grad[block]
+            if out is not None:  # entries that are dropped or negative are 0
+                part = torch.ops.aten.threshold_backward(part, out[block], 0)
             total += part.sum(0)
             with_rows += torch.sub(x[block], row, out=to_x[block]).mul_(part).sum(0)
-            torch.mul(part, scale, out=to_x[block])
+            torch.mul(part, scale * ctx.factor, out=to_x[block])
+        total, with_rows = total * ctx.factor, with_rows * ctx.factor
         # A negative variance is clamped and has no gradient.
         to_variance = with_rows * scale * root * root * -0.5 * (variance >= 0)
         return (
@@ -213,5 +236,6 @@ class _Normalise(torch.autograd.Function):
             to_variance[None],
             None if weight is None else with_rows * root,
             None if weight is None else total,
+            None,
             None,
         )
