@@ -83,12 +83,26 @@ class OfFeatures(nn.Module):
         return self.decode(x, edge_index)
 
 
+class Frozen(Net):
+    """BatchNorm with its running statistics."""
+
+    def __init__(self):
+        super().__init__("gcn", nn.BatchNorm1d)
+        self.norms.eval()
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norms.eval()
+        return self
+
+
 NETS = {
     **{kind: lambda kind=kind: Net(kind) for kind in ("gcn", "sage", "graph", "gcnii")},
     "residual gcn": lambda: Residual("gcn"),
     "residual sage": lambda: Residual("sage"),
     "skipping": lambda: Skipping("gcn"),
     "of features": OfFeatures,
+    "frozen batch norm": Frozen,
     "batch norm": lambda: Net("sage", nn.BatchNorm1d),
     "batch norm without weights": lambda: Net("gcn", lambda n: nn.BatchNorm1d(n, affine=False)),
     "without dropout": lambda: Net("gcn", dropout=0.0),
@@ -112,7 +126,7 @@ def trained(model, **settings):
     return np.array(losses), trainer.predict(), model.state_dict()
 
 
-CHUNKED = ("gcnii", "residual sage", "batch norm")
+CHUNKED = ("gcnii", "residual sage", "batch norm", "frozen batch norm")
 CHUNKS = [{"chunks": 4}, {"chunks": 3, "recompute": True}]
 
 

@@ -129,7 +129,7 @@ def normalised(*given: Any, probability: float = 0.0, site: int = -1) -> Any:
 
 
 def _normalised(rows: Rows, *given: Any, **settings: Any) -> Any:
-    """``normalised`` of a chunk's rows. ``settings``: as ``_options`` takes."""
+    """``normalised`` of a chunk's rows. ``settings``: arguments of ``_options``."""
     options = _options(rows, given[0].shape[1], **settings)
     return normalise_relu(*given, options=options)
 

@@ -210,6 +210,9 @@ def made_in_table(cut: Cut, step: int) -> fx.Node | None:
     (op,) = cut.pushing[step]
     (value, *others) = cut.pushed(op)
     is_made = value.target in ROW_WORK and value in cut.running[step]
+    if value.target is normalised:
+        # With statistics of another stage [C, F] or frozen ones [F] it writes into no buffer.
+        is_made = is_made and all(statistic in cut.depth for statistic in value.args[1:3])
     is_plain = op not in cut.blocks and not is_mean(op) and not is_sum(op)
     return value if is_made and is_plain and not others else None
 

@@ -149,7 +149,11 @@ def normalise(x: Any, mean: Any, variance: Any, weight: Any, bias: Any, eps: flo
 
 
 def normalise_relu(*given: Any, options: NormReluOptions) -> Any:
-    """``dropout(relu(normalise(...)))`` [C, F]; ``given``: the arguments of ``normalise``."""
+    """``dropout(relu(normalise(...)))`` [C, F].
+
+    ``given``: the arguments of ``normalise``. ``options``: dropout, and an output buffer, which is
+    used only if mean and variance are [1, F].
+    """
     if not _is_one_row(*given[:3]):
         return keyed_dropout(torch.relu(normalise(*given)), options.mask)
     return _Normalise.apply(*given, options)  # type: ignore[no-untyped-call]
