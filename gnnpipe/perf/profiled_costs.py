@@ -133,8 +133,8 @@ class ProfiledCosts:
     def recomputing(self, every: int) -> ProfiledCosts:
         """Return the costs with ``every`` steps recomputed together.
 
-        Adds the further passes to a profile of steps recomputed one by one; another profile has
-        been taken with this number and has their time.
+        A profile of steps that were recomputed one by one gets the time of the further passes. Any
+        other profile was taken with this number (``predict`` checks it) and contains their time.
         """
         found = copy(self)
         found._recompute_every = every if self._profile.recompute_every == 1 else 1
@@ -199,7 +199,7 @@ class ProfiledCosts:
         return total if self._cluster else total + self._busy_times(way, stage, step)
 
     def _run_again(self, stage: int, step: int, part: Part) -> Affine:
-        """Return the time that backward runs a part again, beyond a recomputation step by step."""
+        """Return the time of recomputing a part, minus that of recomputing it once, step by step."""
         segments = Segments(len(self._parts[stage]), self._recompute_every)
         op, once = self.model.ops[part.op], self._part_times(Direction.FORWARD, part)
         times = segments.times_again(step) - 1

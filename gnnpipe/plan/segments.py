@@ -36,7 +36,11 @@ class Segments:
         return 1 + (self.outer > self.every)
 
     def times_again(self, step: int) -> int:
-        """Return how often backward runs a step again."""
+        """Return how often backward computes a step again, 1 or 2.
+
+        Twice if the step's segment is followed by another one before the next input that forward
+        kept: then the step also runs to compute that segment's inputs.
+        """
         segment_end, outer_end = (
             min((step // length + 1) * length, self.num_steps)
             for length in (self.every, self.outer)
@@ -44,10 +48,11 @@ class Segments:
         return 1 + (segment_end < outer_end)
 
     def aggregations_again(self, step: int) -> int:
-        """Return how often backward aggregates for a step again, if the rows are not kept."""
-        return (
-            0 if self.is_kept(step) else 1 if step == self.start(step) else self.times_again(step)
-        )
+        """Return how often backward aggregates a step's inputs again, if no table keeps them."""
+        if self.is_kept(step):
+            return 0
+        # The outer recomputation keeps the inputs of the first step of each segment.
+        return 1 if step == self.start(step) else self.times_again(step)
 
     def start(self, step: int) -> int:
         """Return the first step of the segment of ``step``."""

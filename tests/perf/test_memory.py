@@ -319,7 +319,7 @@ def test_recorded_calls_keep_what_the_sample_says(name, chunks, recompute, monke
     ops, loss_rows = prepared.model_graph.ops, prepared.loss_rows
     said = sum(loss_rows.kept_numbers(op, N, recompute) - in_tables(op, prepared) for op in ops)
     said += 3 * int(graph.train_mask.sum())
-    # Rows that are made once for all epochs are no one's until backward; they count as features.
+    # Rows that are computed once for all epochs are counted as features, not as activations.
     said -= N * sum(op.push_width for op in ops if op.name in prepared.precomputed)
     blocks = [op for op in ops if op.aggregates and not (op.is_linear or op.is_mean)]
     share = copied_rows(prepared.graph, prepared.chunking) / N
