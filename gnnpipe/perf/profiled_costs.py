@@ -199,7 +199,7 @@ class ProfiledCosts:
         return total if self._cluster else total + self._busy_times(way, stage, step)
 
     def _run_again(self, stage: int, step: int, part: Part) -> Affine:
-        """Return the time of recomputing a part, minus that of recomputing it once, step by step."""
+        """Return the time of recomputing a part, minus that of one recomputation step by step."""
         segments = Segments(len(self._parts[stage]), self._recompute_every)
         op, once = self.model.ops[part.op], self._part_times(Direction.FORWARD, part)
         times = segments.times_again(step) - 1
