@@ -255,7 +255,8 @@ def made_by(rows: Rows) -> str:
         f"`scripts/chunk_accuracy.py`, {dates[0]} to {dates[-1]}, commits {commits}; {machines}. "
         f"{done} of {len(known)} runs that are known so far are in. Hidden 64, dropout 0.5, Adam, "
         f"K = {CHUNKS}, seeds 0, 1, 2; the seed also draws the split ({splits}). GCN and SAGE: 200 "
-        "epochs with the full batch, 100 with steps by chunk. GCNII and ResGCN+: 100 for all."
+        "epochs with the full batch, 100 with steps by chunk. GCNII and ResGCN+: 100 for all, "
+        "for want of time (200 were planned; no such run is in yet)."
     )
 
 

@@ -111,23 +111,22 @@ class LayerNormed(nn.Module):
     def __init__(self):
         super().__init__()
         self.encode = nn.ModuleDict({t: nn.Linear(w, HIDDEN) for t, w in WIDTHS.items()})
-        both = [("author", "writes", "paper"), ("paper", "written_by", "author")]
-        self.convs = nn.ModuleList(
-            pyg.HeteroConv({r: pyg.SAGEConv((HIDDEN, HIDDEN), HIDDEN) for r in relations})
-            for relations in (both, both[:1])
-        )
+        relations = [("author", "writes", "paper"), ("paper", "written_by", "author")]
+        self.conv = pyg.HeteroConv({r: pyg.SAGEConv((HIDDEN, HIDDEN), HIDDEN) for r in relations})
+        self.last = pyg.SAGEConv((HIDDEN, HIDDEN), HIDDEN)
         self.norms = nn.ModuleDict({t: nn.LayerNorm(HIDDEN) for t in WIDTHS})
         self.out = nn.Linear(HIDDEN, OUT)
 
+    def activate(self, vertex_type, x):
+        """Dropout of the activated rows of a type."""
+        return nn.functional.dropout(self.norms[vertex_type](x).relu(), 0.2, self.training)
+
     def forward(self, x_dict, edge_index_dict):
         x_dict = {t: self.encode[t](x) for t, x in x_dict.items()}
-        for conv in self.convs:
-            x_dict = conv(x_dict, edge_index_dict)
-            x_dict = {
-                t: nn.functional.dropout(self.norms[t](x).relu(), 0.2, self.training)
-                for t, x in x_dict.items()
-            }
-        return self.out(x_dict["paper"])
+        x_dict = {t: self.activate(t, x) for t, x in self.conv(x_dict, edge_index_dict).items()}
+        edges = edge_index_dict["author", "writes", "paper"]
+        paper = self.last((x_dict["author"], x_dict["paper"]), edges)
+        return self.out(self.activate("paper", paper))
 
 
 class Sage(nn.Module):
