@@ -52,7 +52,7 @@ def test_the_bubble_between_flushes_is_small():
     assert bubble("async", 1) == pytest.approx(3 / 35)
 
 
-@pytest.mark.parametrize("stages", [4, 8])
+@pytest.mark.parametrize("stages", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_more_passes_ahead_hide_messages(stages):
     """A message of (a - 1) / 2 of a pass costs its fill and drain alone; a longer one does not."""
     steps, one_pass = 3, 9.0  # of each stage; forward 1 and backward 2 per step

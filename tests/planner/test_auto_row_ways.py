@@ -22,9 +22,15 @@ def sharded(space):
     return max(every, key=lambda c: (c.plan.num_ranks, len(set(c.plan.stages[0].shares))))
 
 
+SLOW = pytest.mark.slow
+"""The gate leaves these cases out."""
+
+
 @pytest.mark.parametrize("cluster", [EIGHT, UNLIKE])
 @pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("model", ["gcn", "gcnii", "sage"])
+@pytest.mark.parametrize(
+    "model", ["gcn", pytest.param("gcnii", marks=SLOW), pytest.param("sage", marks=SLOW)]
+)
 def test_columns_are_chosen_where_they_are_faster_by_simulation(cluster, chunks, model):
     space = space_of(cluster, DENSE, model=model, hidden=32)
     exact = [c for c in every_candidate(space) if c.form.is_exact and c.plan.chunks == chunks]
@@ -54,6 +60,7 @@ def test_attention_and_stale_rows_go_by_halo():
     assert not any(candidate.plan.ways for candidate in stale)
 
 
+@SLOW
 def test_stages_that_do_not_fit_by_columns_go_by_halo():
     space = space_of(EIGHT, DENSE, hidden=32)
     by_columns = sharded(space)

@@ -293,7 +293,7 @@ def test_aggregations_over_the_same_matrix_share_one_product():
     assert len({rows.data_ptr() for rows in found.values()}) == 1
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("chunks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_edges_of_a_precomputed_op_take_no_time(chunks):
     prepared = prepare(config("sage", chunks=chunks), Mesh.alone(), small_graph(3000, features=8))
     sizes = chunk_sizes(prepared).stages[0]
