@@ -155,6 +155,23 @@ def test_rounded_products_are_those_of_single_calls(monkeypatch):
     assert not np.allclose(fused[0], plain[0], rtol=1e-6)
 
 
+class LogitsWithResidual(nn.Module):
+    """The logits are the sum of a map and of the rows that a map was made of."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.first, self.last = pyg.GCNConv(7, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, edge_index):
+        x = self.conv(x, edge_index)
+        return self.first(x).tanh() + self.last(x)
+
+
+def test_maps_behind_a_residual_of_the_logits_are_not_rounded():
+    recording = capture(LogitsWithResidual(), small_graph()).recording
+    assert "model.first" in {str(call.target) for call in recording.scoring}
+
+
 def test_a_layer_is_one_call():
     for name, kind in (("gcn", normed), ("sage", normed), ("gcnii", normed_map)):
         found = targets(made(name))
