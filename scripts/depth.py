@@ -43,6 +43,7 @@ from torch_geometric.data import Data
 
 from gnnpipe import Callback, Graph, TrainConfig, Trainer
 from gnnpipe.perf import MemoryEstimate
+from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup import memory_estimate
 from gnnpipe.setup.memory_estimate import memory_by_rank
@@ -215,11 +216,6 @@ def train_cell(name: str, layers: int) -> dict[str, Any]:
     )
     losses, _ = trained(config, random_graph(300), MODELS[name](16, layers), epochs)
     return {"stages": stages, "losses": losses, "epoch_cpu_s": epochs.last_s}
-
-
-def launched_world_size() -> int:
-    """Number of ranks that torchrun has started; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def page(rows: list[dict[str, Any]]) -> str:

@@ -19,7 +19,13 @@ from torch_geometric.nn.dense.linear import Linear
 from gnnpipe.capture.call_facts import Facts
 from gnnpipe.capture.fx_names import FEATURES, attribute, edges_read, is_input
 from gnnpipe.capture.markers import aggregate, drop
-from gnnpipe.capture.stage.row_work import mixed_map, normalised, normed, normed_map, summed
+from gnnpipe.capture.stage.row_work import (
+    batch_norm_relu,
+    gcnii_norm_relu,
+    layer_norm_relu,
+    mixed_map,
+    summed,
+)
 from gnnpipe.capture.stage.step_calls import HOOKS, normalise
 
 
@@ -93,7 +99,7 @@ class _Fusion:
         if rows.target is mixed_map and self._is_inner(rows, layer_norm):
             with last.graph.inserting_before(last):
                 norm = fx.node.map_aggregate(norm, self._weight)
-            last.op, last.target, last.args = "call_function", normed_map, rows.args
+            last.op, last.target, last.args = "call_function", gcnii_norm_relu, rows.args
             last.kwargs = {**rows.kwargs, **arguments, "norm": norm}
             self.made.append(last)
             self.dead |= dict.fromkeys([*inner, rows])
@@ -101,7 +107,7 @@ class _Fusion:
         found = self._sum_of(rows, layer_norm)
         if found is None:
             found = _Sum([(rows, None)])
-        self._replace(last, normed, found, inner, arguments)
+        self._replace(last, layer_norm_relu, found, inner, arguments)
 
     def _with_dropout(self, relu: fx.Node) -> tuple[fx.Node, list[fx.Node], dict[str, Any]]:
         """The last call of a ReLU and a dropout, the call before, and the dropout's settings."""
@@ -115,7 +121,7 @@ class _Fusion:
         if not self._is_matrix(norm):
             return
         last, inner, settings = self._with_dropout(relu)
-        last.op, last.target, last.args = "call_function", normalised, norm.args
+        last.op, last.target, last.args = "call_function", batch_norm_relu, norm.args
         last.kwargs = settings
         self.made.append(last)
         self.dead |= dict.fromkeys([*inner, norm])

@@ -12,7 +12,13 @@ from torch_geometric import nn as pyg
 
 from gnnpipe import Trainer
 from gnnpipe.capture.recorded_model import capture
-from gnnpipe.capture.stage.row_work import mixed_map, normalised, normed, normed_map, summed
+from gnnpipe.capture.stage.row_work import (
+    batch_norm_relu,
+    gcnii_norm_relu,
+    layer_norm_relu,
+    mixed_map,
+    summed,
+)
 from gnnpipe.capture.stage.step_calls import normalise
 from gnnpipe.capture.trial import facts
 from gnnpipe.ops.output_buffer import OutputBuffer
@@ -173,15 +179,19 @@ def test_maps_behind_a_residual_of_the_logits_are_not_rounded():
 
 
 def test_a_layer_is_one_call():
-    for name, kind in (("gcn", normed), ("sage", normed), ("gcnii", normed_map)):
+    for name, kind in (
+        ("gcn", layer_norm_relu),
+        ("sage", layer_norm_relu),
+        ("gcnii", gcnii_norm_relu),
+    ):
         found = targets(made(name))
         assert found.count(kind) == LAYERS
         assert not {summed, mixed_map, F.relu, F.linear} & set(found)
     found = targets(made("batch norm"))
-    assert (found.count(normalised), found.count(summed)) == (LAYERS, LAYERS)
+    assert (found.count(batch_norm_relu), found.count(summed)) == (LAYERS, LAYERS)
     assert not {normalise, F.relu} & set(found)
     found = targets(made("residual gcn"))
-    assert (found.count(normed), found.count(summed)) == (LAYERS, LAYERS)
+    assert (found.count(layer_norm_relu), found.count(summed)) == (LAYERS, LAYERS)
 
 
 def _with_hook(model):
@@ -232,7 +242,7 @@ class _Cubes(Net):
 def test_other_calls_stay_as_they_are(model, count, monkeypatch):
     torch.manual_seed(0)
     model = model()
-    assert targets(copy.deepcopy(model)).count(normed) == count
+    assert targets(copy.deepcopy(model)).count(layer_norm_relu) == count
     fused = trained(copy.deepcopy(model))
     monkeypatch.setattr(facts, "fuse", lambda *_: [])
     np.testing.assert_allclose(fused[0], trained(model)[0], rtol=1e-9)

@@ -42,7 +42,7 @@ def summed(*pairs: Any, bias: Any = None, is_rounded: bool = False) -> Any:
     return total
 
 
-def normed(
+def layer_norm_relu(
     *pairs: Any,
     bias: Any,
     norm: Sequence[Any],
@@ -79,7 +79,7 @@ def mixed_map(
     return torch.lerp(m, product(m, weight, is_rounded), beta)
 
 
-def normed_map(
+def gcnii_norm_relu(
     received: Any,
     first: Any,
     weight: Any,
@@ -90,14 +90,17 @@ def normed_map(
     site: int = -1,
     is_rounded: bool = False,
 ) -> Any:
-    """``dropout(relu(LayerNorm(mixed_map(...))))``, [R, F]; see ``mixed_map`` and ``normed``."""
+    """``dropout(relu(LayerNorm(mixed_map(...))))``, [R, F].
+
+    See ``mixed_map`` and ``layer_norm_relu``.
+    """
     del probability, site
     options = NormReluOptions(is_rounded)
     constants = NormWeights(*norm), *shares
     return gcnii_mix(received, first, weight.t(), *constants, options)
 
 
-def _normed_map(
+def _gcnii_norm_relu(
     rows: Rows,
     received: Tensor,
     first: Tensor,
@@ -108,7 +111,7 @@ def _normed_map(
     overwrites: bool = False,
     **settings: Any,
 ) -> Tensor:
-    """``normed_map`` of a chunk's rows.
+    """``gcnii_norm_relu`` of a chunk's rows.
 
     ``overwrites``: nothing else reads ``received`` [R, F], so its memory is reused in training.
     ``settings``: arguments of ``_options``.
@@ -119,7 +122,7 @@ def _normed_map(
     return gcnii_mix(received, first, weight.t(), *constants, options, overwrites)
 
 
-def normalised(*given: Any, probability: float = 0.0, site: int = -1) -> Any:
+def batch_norm_relu(*given: Any, probability: float = 0.0, site: int = -1) -> Any:
     """``dropout(relu(normalise(...)))``, [R, F]: a BatchNorm, ReLU and dropout.
 
     ``given``: the arguments of ``step_calls.normalise``.
@@ -128,8 +131,8 @@ def normalised(*given: Any, probability: float = 0.0, site: int = -1) -> Any:
     return normalise_relu(*given, options=NormReluOptions())
 
 
-def _normalised(rows: Rows, *given: Any, **settings: Any) -> Any:
-    """``normalised`` of a chunk's rows. ``settings``: arguments of ``_options``."""
+def _batch_norm_relu(rows: Rows, *given: Any, **settings: Any) -> Any:
+    """``batch_norm_relu`` of a chunk's rows. ``settings``: arguments of ``_options``."""
     options = _options(rows, given[0].shape[1], **settings)
     return normalise_relu(*given, options=options)
 
@@ -151,19 +154,23 @@ def _options(
     return NormReluOptions(is_rounded, mask, rows.output_buffer if is_pushed else None)
 
 
-def _normed(
+def _layer_norm_relu(
     rows: Rows, *pairs: Tensor | None, bias: Tensor | None, norm: Sequence[Any], **settings: Any
 ) -> Tensor:
-    """``normed`` of a chunk's rows. ``settings``: arguments of ``_options``."""
+    """``layer_norm_relu`` of a chunk's rows. ``settings``: arguments of ``_options``."""
     options = _options(rows, len(norm[0]), **settings)
     return norm_relu(NormWeights(*norm), bias, *pairs, options=options)
 
 
-ROW_WORK = {normed: _normed, normed_map: _normed_map, normalised: _normalised}
+ROW_WORK = {
+    layer_norm_relu: _layer_norm_relu,
+    gcnii_norm_relu: _gcnii_norm_relu,
+    batch_norm_relu: _batch_norm_relu,
+}
 """Functions on a chunk's rows, which take ``Rows`` as first argument, by recorded function. They
 can write their result into the history table (``is_pushed``)."""
 
-PRODUCTS = (summed, mixed_map, normed, normed_map)
+PRODUCTS = (summed, mixed_map, layer_norm_relu, gcnii_norm_relu)
 """Recorded functions that can compute products in bf16 (``is_rounded``)."""
 
 
@@ -174,13 +181,13 @@ def drops_rows(call: fx.Node) -> bool:
 
 def plain_summands(call: fx.Node) -> list[Any]:
     """Rows that a fused call adds without a product."""
-    if call.target not in (summed, normed):
+    if call.target not in (summed, layer_norm_relu):
         return []
     return [x for x, weight in _pairs_of(call.args) if weight is None]
 
 
 def multiplies(call: fx.Node) -> bool:
     """Whether a fused call has a product with a weight."""
-    if call.target in (mixed_map, normed_map):
+    if call.target in (mixed_map, gcnii_norm_relu):
         return True
     return call.target in PRODUCTS and any(weight is not None for weight in call.args[1::2])

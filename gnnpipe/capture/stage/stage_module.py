@@ -21,7 +21,13 @@ from gnnpipe.capture.markers import in_training, is_mean, is_sum, of_all
 from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.rules.norms import update_running_statistics
 from gnnpipe.capture.stage.block_conv import BlockConv
-from gnnpipe.capture.stage.row_work import PRODUCTS, ROW_WORK, multiplies, normalised, normed_map
+from gnnpipe.capture.stage.row_work import (
+    PRODUCTS,
+    ROW_WORK,
+    batch_norm_relu,
+    gcnii_norm_relu,
+    multiplies,
+)
 from gnnpipe.capture.stage.step_calls import (
     OF_ROWS,
     LinearBy,
@@ -210,7 +216,7 @@ def made_in_table(cut: Cut, step: int) -> fx.Node | None:
     (op,) = cut.pushing[step]
     (value, *others) = cut.pushed(op)
     is_made = value.target in ROW_WORK and value in cut.running[step]
-    if value.target is normalised:
+    if value.target is batch_norm_relu:
         # With statistics of another stage [C, F] or frozen ones [F] it writes into no buffer.
         is_made = is_made and all(statistic in cut.depth for statistic in value.args[1:3])
     is_plain = op not in cut.blocks and not is_mean(op) and not is_sum(op)
@@ -378,8 +384,8 @@ class _Writer:
         self._add_module(call)
         rows = self._rows_of(call) if call.target in OF_ROWS else self._rows
         # These take single rows, except for x.
-        x = call.args[0] if call.target in (squares, normalise, normalised) else None
-        takes_means = call.target in (squares, normalise, normalised, in_training, of_all)
+        x = call.args[0] if call.target in (squares, normalise, batch_norm_relu) else None
+        takes_means = call.target in (squares, normalise, batch_norm_relu, in_training, of_all)
 
         def source_of(v: fx.Node) -> fx.Node:
             is_single = takes_means and v is not x and v in self._means
@@ -425,7 +431,7 @@ class _Writer:
             copied.target = target
             copied.args = (rows, *copied.args)
             copied.kwargs = {**copied.kwargs, "is_pushed": call is self.in_table}
-        if call.target is normed_map:
+        if call.target is gcnii_norm_relu:
             received: Any = call.args[0]
             # Aggregated features may be computed once for all epochs, and must stay as they are.
             is_alone = received in self._received and len(received.users) == 1

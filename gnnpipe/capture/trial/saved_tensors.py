@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from gnnpipe.capture.fx_names import FEATURES, edges_read, is_input
 from gnnpipe.capture.markers import aggregate, drop, in_training, of_vertices
-from gnnpipe.capture.stage.row_work import drops_rows, normalised
+from gnnpipe.capture.stage.row_work import batch_norm_relu, drops_rows
 from gnnpipe.capture.stage.step_calls import is_linear, normalise, squares
 from gnnpipe.capture.trial.run import SampleRun
 from gnnpipe.errors import InputError
@@ -142,7 +142,7 @@ def _compute(call: fx.Node, run: SampleRun, values: dict[fx.Node, Any]) -> list[
     if call.target in (squares, normalise):
         values[call] = _leaf(run.whole[call], True)
         return list(tensors_in(values[inputs[0]]))
-    if call.target is normalised:
+    if call.target is batch_norm_relu:
         values[call] = _leaf(run.whole[call], True)
         return [*tensors_in(values[inputs[0]]), values[call]]
     if call.op == "get_attr":
