@@ -8,6 +8,7 @@ import pickle
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch_geometric.data import Data
 
+from gnnpipe.capture.stage.stage_module import RecordedStageModule
 from gnnpipe.config import TrainConfig
 from gnnpipe.graph.graph import Graph
 
@@ -80,6 +82,31 @@ def quick_config(**settings):
         **{"epochs": 3, "out": "off", "cache_dir": "off", "dtype": "float64", "quiet": True}
         | settings
     )
+
+
+@contextmanager
+def struck_rows(strikes):
+    """Context in which the rows that an aggregation pushes are NaN where ``strikes(layer, rows)``.
+
+    ``layer``: number of the aggregation, from 0.
+    """
+    step, writes = RecordedStageModule.step, RecordedStageModule.writes_output_buffer
+
+    def struck(self, index, values, received, rows):
+        pushed, values = step(self, index, values, received, rows)
+        for name in pushed:
+            layer = int(name.rpartition("_")[2]) if "_" in name else 0
+            if strikes(layer, rows):
+                pushed[name] = pushed[name] * float("nan")
+        return pushed, values
+
+    # Rows that a step makes in the history table cannot be replaced.
+    RecordedStageModule.step = struck
+    RecordedStageModule.writes_output_buffer = lambda self, index: False
+    try:
+        yield
+    finally:
+        RecordedStageModule.step, RecordedStageModule.writes_output_buffer = step, writes
 
 
 def pyg_data(graph):

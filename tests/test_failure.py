@@ -8,17 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_ranks, small_graph
+from helpers import run_ranks, small_graph, struck_rows
 from resume_runs import config, table
 
 from gnnpipe import Trainer
 from gnnpipe.errors import FailedError, InputError
-from gnnpipe.models.gcnii import GCNIILayer
-from gnnpipe.models.layer import PushMaker
 from gnnpipe.run import signals
 from gnnpipe.run.rank_log import is_lost_peer, lost_rank
 from gnnpipe.run.signals import Stopping
@@ -225,22 +224,17 @@ def test_the_first_cause_stands_last_and_marks_the_program(tmp_path):
 
 
 @pytest.fixture
-def poisoned(monkeypatch):
+def poisoned():
     """Rows of layer 2 that are no numbers, where ``bad(epoch, training)`` says so."""
+    with ExitStack() as stack:
 
-    def poison(bad):
-        plain = GCNIILayer.before
+        def poison(bad):
+            def strikes(layer, rows):
+                return layer == 2 and not rows.is_probe and bad(rows.epoch, rows.training)
 
-        def before(self, values, rows):
-            pushed, values = plain(self, values, rows)
-            if self.index == 2 and not rows.is_probe and bad(rows.epoch, rows.training):
-                pushed = pushed * float("nan")
-            return pushed, values
+            stack.enter_context(struck_rows(strikes))
 
-        monkeypatch.setattr(GCNIILayer, "before", before)
-        monkeypatch.setattr(GCNIILayer, "push_maker", PushMaker.COPY)
-
-    return poison
+        yield poison
 
 
 def test_numbers_that_are_none_are_named(poisoned, tmp_path):
@@ -250,7 +244,7 @@ def test_numbers_that_are_none_are_named(poisoned, tmp_path):
     with pytest.raises(FloatingPointError) as caught:
         Trainer(config(out, eval_every=0), small_graph()).fit()
     text = str(caught.value)
-    assert "epoch 4: the loss is nan, first in stage 0, layer gcnii2, chunk 0; try a" in text
+    assert "epoch 4: the loss is nan, first in stage 0, layer aggregate_2, chunk 0; try a" in text
     assert len(table(out)) == 3, "what was done before stays"
 
 

@@ -28,7 +28,8 @@ FEATURES, EDGES = "x", "edge_index"
 EDGE_VALUES = "edge_value"
 """Inputs with values of edges that the model's forward makes from the edges (``edge_work``)."""
 
-BY_HAND = "or write the layers by hand (docs/how-to/write-layers-by-hand.md)"
+AS_IS = "or run it as it is, in one chunk on one rank"
+
 
 
 def refuse(wrong: str, hint: str = "", call: fx.Node | None = None) -> NoReturn:

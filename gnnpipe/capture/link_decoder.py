@@ -21,7 +21,7 @@ from gnnpipe.capture.stage.block_conv import DropoutKind, DropoutKinds, KeyedDro
 from gnnpipe.capture.trial.sample_graph import names_of_weights, perturb_weights
 from gnnpipe.errors import InputError
 from gnnpipe.graph.pairs import PAIRS
-from gnnpipe.models.layer import Rows, Values
+from gnnpipe.models.rows import Rows, Values
 from gnnpipe.models.stage_module import Aggregation, MeanOfRows, Model, Received, StageModule
 from gnnpipe.ops.saved_tensors import recorded_saved_tensors
 
@@ -148,15 +148,6 @@ class PairStageModule(StageModule):
     def writes_output_buffer(self, index: int) -> bool:
         """Same as for the inner stage module; final rows are never made in place."""
         return index < self._inner.num_steps - 1 and self._inner.writes_output_buffer(index)
-
-    def use_aggregated_features(self, names: Collection[str]) -> None:
-        """Same as for the inner stage module."""
-        self._inner.use_aggregated_features(names)
-
-    @property
-    def needs_features(self) -> bool:
-        """Same as for the inner stage module."""
-        return self._inner.needs_features
 
     def observe(self, means: Mapping[str, MeanOfRows]) -> None:
         """Same as for the inner stage module."""

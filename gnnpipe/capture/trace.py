@@ -33,7 +33,7 @@ from gnnpipe.capture.call_order import order_calls
 from gnnpipe.capture.edge_work.kinds import is_of_edges_alone
 from gnnpipe.capture.edge_work.modules import EdgeModule, EdgeUpdate, Propagate
 from gnnpipe.capture.fx_names import (
-    BY_HAND,
+    AS_IS,
     EDGES,
     FEATURES,
     by_argument,
@@ -435,7 +435,7 @@ def _record(
             refuse(f"{name} reads {error} ({where}), which the graph lacks: {_given(graph)}")
         refuse(
             f"{name} cannot be traced: {first_line(error)} ({where}). Make that line independent "
-            f"of the data, {BY_HAND}"
+            f"of the data, {AS_IS}"
         )
     if has_drawn:
         refuse(

@@ -22,7 +22,7 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.adjacency import adjacency_tensor
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.types import numbered_name
-from gnnpipe.models.layer import Rows, Values
+from gnnpipe.models.rows import Rows, Values
 from gnnpipe.models.stage_module import Aggregation, Model, Received, StageModule
 from gnnpipe.ops.saved_tensors import recorded_saved_tensors, storage_address
 

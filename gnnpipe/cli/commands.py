@@ -315,7 +315,7 @@ def _add_predict_flags(parser: Parser) -> None:
         default="",
         metavar="NAME",
         help="write what this layer of the model returns in place of the logits: its path, such as "
-        "convs.0, or layers.0 of a built-in model",
+        "convs.0",
     )
     add_settings(parser, {}, set(PREDICTION_SETTINGS) - {"dataset"})
 

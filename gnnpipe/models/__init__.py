@@ -3,26 +3,27 @@
 Importing this package registers the built-in models by name.
 """
 
-from gnnpipe.models import gat, gcn, gcnii, resgcn, sage
-from gnnpipe.models.layer import MODELS, Layer, LayerSpec, Rows, Values
-from gnnpipe.models.layer_stack import GNN
+from gnnpipe.models.gat import GAT
+from gnnpipe.models.gcn import GCN
+from gnnpipe.models.gcnii import GCNII
+from gnnpipe.models.registry import MODELS
+from gnnpipe.models.resgcn import ResGCN
+from gnnpipe.models.rows import Rows, Values
+from gnnpipe.models.sage import SAGE
 from gnnpipe.models.stage_module import Aggregation, MeanOfRows, Model, Received, StageModule
 
 __all__ = [
-    "GNN",
+    "GAT",
+    "GCN",
+    "GCNII",
     "MODELS",
+    "SAGE",
     "Aggregation",
-    "Layer",
-    "LayerSpec",
     "MeanOfRows",
     "Model",
     "Received",
+    "ResGCN",
     "Rows",
     "StageModule",
     "Values",
-    "gat",
-    "gcn",
-    "gcnii",
-    "resgcn",
-    "sage",
 ]

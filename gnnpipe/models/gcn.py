@@ -1,54 +1,36 @@
-"""GCN (Kipf and Welling, arXiv 1609.02907).
-
-Every aggregation runs at the hidden width H: the first layer computes ``A (x W)``, later layers
-compute ``(A x) W``. Later layers push rows that their own W has not multiplied, so stale rows do
-not depend on an old W, and the gradient of W counts every neighbour.
-"""
+"""GCN (Kipf and Welling, arXiv 1609.02907)."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor, nn
-from torch.nn.functional import linear
-from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.nn import GCNConv
 
-from gnnpipe.models.layer import MODELS, Layer, LayerSpec, PushMaker, Rows, Values, input_linear
-from gnnpipe.ops.norm_relu import norm_relu
+from gnnpipe.models.registry import MODELS, widths
 
 
-class GCNLayer(Layer):
+class GCN(nn.Module):
     """``x' = dropout(relu(LayerNorm(A x W + b)))``; the last layer returns ``A x W + b``.
 
     A is the adjacency matrix with self-loops, normalised as ``D^-1/2 (A + I) D^-1/2``.
     """
 
-    aggregation = "gcn"
-    maps_features = cuda_graph_safe = True
-    push_maker = PushMaker.AFTER
+    def __init__(
+        self, num_features: int, num_classes: int, layers: int, hidden: int, dropout: float
+    ) -> None:
+        super().__init__()
+        sizes = widths(num_features, num_classes, layers, hidden)
+        self.convs = nn.ModuleList(GCNConv(before, after) for before, after in sizes)
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(layers - 1))
+        self.dropout = nn.Dropout(dropout)
 
-    def __init__(self, index: int, spec: LayerSpec) -> None:
-        super().__init__(index, spec)
-        out = self.out_widths["x"]
-        if self.is_first:
-            self.encode = input_linear(spec)
-        if not self.is_first or self.is_last:
-            self.lin = Linear(spec.hidden, out, bias=False, weight_initializer="glorot")
-        self.bias = nn.Parameter(torch.zeros(out))
-        if not self.is_last:
-            self.norm = nn.LayerNorm(out)
-
-    def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
-        """Push ``x W`` in the first layer, x in later layers."""
-        return self.encode(rows.features) if self.is_first else values["x"], {}
-
-    def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
-        """Apply W (except in the first layer), bias, norm, activation and dropout."""
-        if self.is_last:
-            return {"x": linear(received, self.lin.weight, self.bias)}
-        weight = None if self.is_first else self.lin.weight
-        options = self.norm_relu_options(rows)
-        x = norm_relu(self.norm, self.bias, received, weight, options=options)
-        return {"x": x}
+    def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+        """Returns logits [N, C] of features ``x`` [N, F]."""
+        for conv, norm in zip(self.convs, self.norms, strict=False):
+            x = self.dropout(norm(conv(x, edge_index)).relu())
+        logits: Tensor = self.convs[-1](x, edge_index)
+        return logits
 
 
-MODELS.add("gcn", GCNLayer)
+MODELS.add("gcn", GCN)

@@ -1,72 +1,38 @@
-"""ResGCN+ (DeeperGCN, Li et al., arXiv 2006.07739): pre-activation residual GCN layers.
-
-The residual path is never normalised, which allows deep models. W is applied after A, so stale rows
-do not depend on an old W (see ``gcn``).
-"""
+"""ResGCN+ (DeeperGCN, Li et al., arXiv 2006.07739): pre-activation residual GCN layers."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor, nn
-from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.nn import GCNConv
 
-from gnnpipe.models.layer import MODELS, Layer, LayerSpec, PushMaker, Rows, Values, input_linear
-from gnnpipe.ops.bf16_matmul import linear
-from gnnpipe.ops.norm_relu import NormReluOptions, norm_relu
+from gnnpipe.models.registry import MODELS
 
 
-class ResGCNLayer(Layer):
+class ResGCN(nn.Module):
     """``x' = x + A dropout(relu(LayerNorm(x))) W + b``, A normalised as in GCN.
 
-    The first layer also encodes the features. The last layer also decodes to classes, after norm,
-    ReLU and dropout.
+    A linear map encodes the features; norm, ReLU, dropout and a linear map decode. The residual
+    path is never normalised, which allows deep models.
     """
 
-    aggregation = "gcn"
-    cuda_graph_safe = True
-    push_maker = PushMaker.BEFORE
+    def __init__(
+        self, num_features: int, num_classes: int, layers: int, hidden: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(num_features, hidden), nn.Linear(hidden, num_classes)
+        self.convs = nn.ModuleList(GCNConv(hidden, hidden) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(layers + 1))
+        self.dropout = nn.Dropout(dropout)
 
-    def __init__(self, index: int, spec: LayerSpec) -> None:
-        super().__init__(index, spec)
-        if self.is_first:
-            self.encode = input_linear(spec, bias=True)
-        self.norm = nn.LayerNorm(spec.hidden)
-        self.lin = Linear(spec.hidden, spec.hidden, bias=False, weight_initializer="glorot")
-        self.bias = nn.Parameter(torch.zeros(spec.hidden))
-        if self.is_last:
-            self.norm_out = nn.LayerNorm(spec.hidden)
-            self.decode = Linear(spec.hidden, spec.num_classes, weight_initializer="glorot")
-
-    @property
-    def has_bf16_products(self) -> bool:
-        """True: every layer has a hidden map of its own."""
-        return True
-
-    @property
-    def kept_widths(self) -> dict[str, int]:
-        """The residual x."""
-        return {"x": self.spec.hidden}
-
-    def before(self, values: Values, rows: Rows) -> tuple[Tensor, Values]:
-        """Push the pre-activated rows; keep the residual."""
-        x = self.encode(rows.features) if self.is_first else values["x"]
-        # Sites up to num_layers belong to the dropout that ends a layer.
-        site = self.spec.num_layers + 1 + self.index
-        mask = rows.mask(self.spec.hidden, self.spec.dropout, site=site)
-        options = NormReluOptions(mask=mask, output_buffer=rows.output_buffer)
-        return norm_relu(self.norm, None, x, None, options=options), {"x": x}
-
-    def after(self, received: Tensor, values: Values, rows: Rows) -> Values:
-        """Apply W and bias, add the residual."""
-        x = values["x"] + self.bias
-        if self.spec.is_rounded:
-            x = x + linear(received, self.lin.weight, None, is_rounded=True)
-        else:
-            x = torch.addmm(x, received, self.lin.weight.t())
-        if not self.is_last:
-            return {"x": x}
-        options = NormReluOptions(mask=self.dropout_mask(rows, self.spec.hidden))
-        return {"x": self.decode(norm_relu(self.norm_out, None, x, None, options=options))}
+    def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+        """Returns logits [N, C] of features ``x`` [N, F]."""
+        x = self.encode(x)
+        for conv, norm in zip(self.convs, self.norms, strict=False):
+            x = x + conv(self.dropout(norm(x).relu()), edge_index)
+        logits: Tensor = self.decode(self.dropout(self.norms[-1](x).relu()))
+        return logits
 
 
-MODELS.add("resgcn", ResGCNLayer)
+MODELS.add("resgcn", ResGCN)

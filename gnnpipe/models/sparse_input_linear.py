@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import scipy.sparse as sp
 import torch
-from torch import Tensor, nn
-from torch_geometric.nn.inits import glorot
+from torch import Tensor
 
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Features
-from gnnpipe.ops.bf16_matmul import linear, product
+from gnnpipe.ops.bf16_matmul import product
 from gnnpipe.ops.spmm import default_kernel
 
 
@@ -212,29 +211,3 @@ def feature_linear(
     name = features.table.expect(weight, features.start, features.stop)
     found: Tensor = _Product.apply(weight, features, name, is_rounded)  # type: ignore[no-untyped-call]
     return found if bias is None else found + bias
-
-
-class FeatureLinear(nn.Module):
-    """``x @ weight.T + bias`` for dense or sparse rows; weight [out, in], bias [out] or ``None``.
-
-    The weight is stored column-major, so its transpose is contiguous for the sparse product.
-    """
-
-    def __init__(
-        self, num_features: int, width: int, bias: bool = False, is_rounded: bool = False
-    ) -> None:
-        super().__init__()
-        self.is_rounded = is_rounded
-        self.weight = nn.Parameter(torch.empty(num_features, width).t())
-        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
-        glorot(self.weight)
-
-    def forward(self, features: FeatureRows | None) -> Tensor:
-        """Maps features [C, in] to [C, out]."""
-        if features is None:
-            raise RuntimeError("the first layer got no features; it must be on the first stage")
-        return feature_linear(features, self.weight, self.bias, self.is_rounded)
-
-    def of(self, x: Tensor) -> Tensor:
-        """Maps rows [C, in] that are not the features, such as aggregated features."""
-        return linear(x, self.weight, self.bias, self.is_rounded)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gnnpipe.graph.blocks import Block
 from gnnpipe.graph.operators import BY_EDGES, EVERYONE, LINEAR_KINDS, RELATION, SUM
-from gnnpipe.models.layer import Rows, Values
+from gnnpipe.models.rows import Rows, Values
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Aggregation:
     moves: bool = True
     """The pushed rows depend on weights, not on the features alone, and can be forecast."""
     of_features: bool = False
-    """The pushed rows are the features or a linear map of the features."""
+    """The pushed rows are the features."""
 
     @property
     def structure_key(self) -> tuple[str, str, str]:
@@ -133,19 +133,6 @@ class StageModule(ABC):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the weights of these ops by their names in the whole model."""
 
-    def use_aggregated_features(self, names: Collection[str]) -> None:
-        """Makes ``step`` receive the aggregated features ``A x`` for these aggregations.
-
-        All are ``of_features``; their rows are no longer pushed. Does nothing if they push the
-        features themselves, and so receive ``A x`` in any case.
-        """
-        del names
-
-    @property
-    def needs_features(self) -> bool:
-        """Whether the stage also reads features that are not aggregated."""
-        return True
-
     @property
     def is_cuda_graph_safe(self) -> bool:
         """Whether every epoch of training launches the same kernels, apart from dropout masks.
@@ -189,13 +176,13 @@ class Model(ABC):
 
     @property
     def edge_inputs(self) -> frozenset[str]:
-        """Fields of ``Graph.edge_data`` that the model reads; none for ``GNN``."""
+        """Fields of ``Graph.edge_data`` that the model reads."""
         return frozenset()
 
     @property
     @abstractmethod
     def size_text(self) -> str:
-        """The size as printed: '4 layers x 64'."""
+        """The size as printed: '8 ops, 4 aggregations'."""
 
     @property
     @abstractmethod

@@ -38,16 +38,16 @@ class OutputBuffer:
         for name, rows in pushed.items():
             if rows.data_ptr() != self.rows.data_ptr() or rows.shape != self.rows.shape:
                 raise TypeError(
-                    f"{name}: the layer declares a push_maker, but pushes other rows than "
-                    "rows.output_buffer.rows; return these as they are, or declare PushMaker.COPY"
+                    f"{name}: the step pushes other rows than rows.output_buffer.rows, in which it "
+                    "was to make them (StageModule.writes_output_buffer)"
                 )
 
     def check_kept(self) -> None:
         """Raise ``TypeError`` if the rows were written to after ``check``."""
         if self.rows._version != self._pushed_version:
             raise TypeError(
-                "a layer wrote to rows after they were pushed, but they lie in the history table, "
-                "which others read; write to a copy, or declare PushMaker.COPY"
+                "a step wrote to rows after they were pushed, but they lie in the history table, "
+                "which others read"
             )
 
 
@@ -58,7 +58,6 @@ def output_rows(output_buffer: OutputBuffer | None, like: Tensor, width: int) ->
     if output_buffer.rows.shape != (len(like), width):
         raise ValueError(
             f"[{len(like)}, {width}] rows do not fit into the output buffer, "
-            f"{list(output_buffer.rows.shape)}; a layer must return rows of the width that the "
-            "next layer pushes"
+            f"{list(output_buffer.rows.shape)}"
         )
     return output_buffer.rows

@@ -317,10 +317,7 @@ class RankMemory:
             each = 2 * (_INDEX_BYTES + number) if self.settings.sparse_features else number
             found = (sizes.feature_entries + sizes.probe_feature_entries) * each
             found += sizes.label_numbers * (1 + number * self.settings.sparse_features)
-        once = [op for op in self.ops if op.name in self.precomputed]
-        return found + number * sum(
-            op.features_kept * sizes.own_rows[op.vertex_type] for op in once
-        )
+        return found
 
     def history(self) -> int:
         """Tables of pushed rows and their gradients."""
@@ -373,7 +370,7 @@ class RankMemory:
                 pairs += op.push_width * (
                     self.sizes.table_rows[op.pushed_type] + own[op.vertex_type]
                 )
-                pairs += (1 + sum(op.kept_widths.values())) * self.sizes.own_pairs
+                pairs += (1 + op.kept_per_pair) * self.sizes.own_pairs
         training = (numbers + pairs) * self.settings.number_bytes + self._masks_ahead()
         return max(training, self.evaluation())
 
@@ -449,12 +446,6 @@ class RankMemory:
             # A value that is the same for all rows is a single row, which is negligible.
             if not op.is_one_row:
                 made |= {name: (width, op.vertex_type, depth) for name, width in op.outputs.items()}
-            # A kept row that is a row of an unrounded table takes no further memory.
-            is_rounded = self.settings.rounds_rows
-            in_table = not is_rounded and op.holds_pushed and op.push_maker in self.depths
-            in_table = in_table and op.name not in self.by_columns
-            if op.aggregates and not in_table:
-                keep(sum(op.kept_widths.values()), op.vertex_type, depth - 1, depth)
         for name, value in made.items():
             keep(*value, last_read.get(name, 0))
         # Values that leave the stage, or the model, are kept to the end.
@@ -515,12 +506,10 @@ class RankMemory:
         return found
 
     def _copies(self) -> int:
-        """Numbers kept per edge, for copied rows and for values of other stages; minus spared."""
+        """Numbers kept per edge, for copied rows and for values of other stages."""
         sizes, recompute, found = self.sizes, self.recompute, 0
         for op in self.ops:
             own = sizes.own_rows[op.vertex_type]
-            if op.name in self.precomputed:
-                found -= op.rows_spared * own
             if not op.over_pairs and not recompute:
                 found += op.kept_per_edge * self.entries
             if op.aggregates and not (op.is_linear or op.is_mean or op.over_pairs):

@@ -110,7 +110,7 @@ class OpFile:
             )
             for entry in self.ops
         )
-        return ModelGraph(self.name, 0, sum(ops[-1].outputs.values()), ops, unit="op")
+        return ModelGraph(self.name, 0, sum(ops[-1].outputs.values()), ops)
 
     def profile(self) -> Profile:
         """Return the times of the ops and of the link."""

@@ -167,7 +167,7 @@ class OpTable:
         for op, kind in zip(self.ops, work.kinds, strict=True):
             key = kind, op.vertex_type, op.pushed_type, op.name in loss.ops, op.name in precomputed
             if key not in found:
-                times = self.compute.times_of(op, kind, work.model.unit)
+                times = self.compute.times_of(op, kind)
                 times = times.recomputing(op.is_linear) if recompute else times
                 found[key] = self._kind_costs(op, times, op.name in precomputed)
             columns.append(found[key])

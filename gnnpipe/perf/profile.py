@@ -122,21 +122,14 @@ class ComputeTimes:
     boundary_per_number_s: float
     """Reading a number of a boundary row for another shard, or adding a number that arrived."""
 
-    def times_of(self, op: Op, kind: str, unit: str) -> OpTimes:
-        """Return the times of an op of this kind; ``InputError`` if the profile has no such op.
-
-        ``unit``: the word for an op of the model.
-        """
+    def times_of(self, op: Op, kind: str) -> OpTimes:
+        """Return the times of an op of this kind; ``InputError`` if the profile has no such op."""
         if kind in self.ops:
             return self.ops[kind]
-        advice = (
-            "take one with the dataset and the model flags of the run (--model, --hidden, "
-            "--heads), and with --layers 3 at least"
-        )
-        if unit == "op":
-            advice = "leave --profile out: a run of your own model then measures a short profile"
         raise InputError(
-            f"profile: has no {unit} like {op.name} ({kind}), {_nearest(kind, self.ops)}; {advice}"
+            f"profile: has no op like {op.name} ({kind}), {_nearest(kind, self.ops)}; take one with "
+            "the dataset and the model flags of the run (--model, --hidden, --heads) and with "
+            "--layers 3 at least, or leave --profile out: the run then measures a short profile"
         )
 
     def scaled(self, factor: float, ranks: int) -> ComputeTimes:

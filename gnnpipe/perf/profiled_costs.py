@@ -142,7 +142,7 @@ class ProfiledCosts:
         return found
 
     def _times_of(self, op: Op, is_recomputed: bool) -> OpTimes:
-        times = self._compute.times_of(op, op_kind(op), self.model.unit)
+        times = self._compute.times_of(op, op_kind(op))
         # A profile that was taken with --recompute has the times of recomputation in it.
         if is_recomputed and not self._profile.recompute:
             return times.recomputing(op.is_linear)

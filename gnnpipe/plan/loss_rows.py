@@ -37,11 +37,8 @@ class LossRows:
 
         An op that is not limited to loss rows computes ``num_rows`` rows.
         """
-        pushed, made, held = op.kept_by_rows(recompute)
-        if op.name not in self.ops:
-            return (pushed + made) * num_rows
-        # Values that are read after the aggregation are copied for the loss rows.
-        return pushed * num_rows + (made + held) * self.rows
+        each = op.kept_per_row_recomputed if recompute else op.kept_per_row
+        return each * self.rows_of(op.name, num_rows)
 
     def copied_widths(self, model: ModelGraph) -> int:
         """Return the numbers per loss row that row-wise ops read from before the aggregation."""

@@ -1,7 +1,7 @@
 """The model as planners and cost formulas see it: a DAG of ops with widths and counts, no tensors.
 
-A width is a count of numbers per row. A built-in layer is one op. Ops are listed in the order in
-which they run: an op behind the ops that it reads, and of a recorded model branch by branch. A
+A width is a count of numbers per row. Ops are listed in the order in
+which they run: an op behind the ops that it reads, branch by branch. A
 stage is a set of ops; because an op may read values of several earlier stages, the stages form a
 DAG as well.
 """
@@ -92,19 +92,15 @@ class Op:
     """Multiply-adds x 2 for one stored number of the input features."""
     push_width: int = 0
     """Width of the rows that the op pushes into its history table and aggregates; 0: row-wise."""
-    kept_widths: Mapping[str, int] = field(default_factory=dict)
-    """Values and widths that the op keeps for a row while the row's neighbours are aggregated."""
     kept_per_row: int = 0
     """Numbers per row that are kept until backward."""
     kept_per_row_recomputed: int = 0
     """Numbers per row that are kept until backward with ``--recompute``."""
-    kept_before: int = 0
-    """The part of ``kept_per_row`` that is computed before the push."""
     push_maker: str = ""
     """The op, this or an earlier one, that writes the pushed rows straight into the history table;
     '' if the rows are copied into the table."""
     holds_pushed: bool = False
-    """The rows in ``kept_widths`` are the pushed rows; with ``--recompute`` these are kept."""
+    """A later step reads the pushed rows, too; with ``--recompute`` these are kept."""
     passing_per_row: int = 0
     """Numbers per row of temporaries in backward."""
     kept_per_edge: int = 0
@@ -132,16 +128,12 @@ class Op:
     over_pairs: bool = False
     """The op scores the vertex pairs of a link prediction, on the stage of the op whose rows it
     reads."""
+    kept_per_pair: int = 0
+    """Numbers per pair that are kept until backward."""
     reads_features: bool = False
     """The op reads the input features."""
     of_features: bool = False
-    """The pushed rows are the input features, or a linear map of them, and narrow enough for their
-    aggregation to be precomputed."""
-    features_kept: int = 0
-    """Numbers per row that a precomputed aggregation takes in addition to the features: their width
-    if the op still reads the features themselves, else 0."""
-    rows_spared: int = 0
-    """Numbers per row that are not kept until backward if the aggregation is precomputed."""
+    """The pushed rows are the input features, so that their aggregation can be precomputed."""
     weights: tuple[str, ...] = ()
     """Names of the weights and buffers that the op uses."""
     kind: str = ""
@@ -151,18 +143,6 @@ class Op:
     def aggregates(self) -> bool:
         """The op pushes rows and aggregates them."""
         return self.push_width > 0
-
-    def kept_by_rows(self, recompute: bool) -> tuple[int, int, int]:
-        """Return the numbers kept until backward: per pushed row, output row, of ``kept_widths``.
-
-        The third is added per output row if the op computes fewer rows than it pushes.
-        """
-        held = sum(self.kept_widths.values())
-        if not recompute:
-            return self.kept_before, self.kept_per_row - self.kept_before, held
-        # The aggregated row and values of this op alone are kept; other kept values are copied.
-        kept = self.kept_per_row_recomputed
-        return 0, kept, held - (kept - self.push_width)
 
     @property
     def clears(self) -> bool:
@@ -195,8 +175,6 @@ class ModelGraph:
     num_features: int
     num_classes: int
     ops: tuple[Op, ...]
-    unit: str = "layer"
-    """Word for an op in messages."""
 
     @property
     def num_ops(self) -> int:

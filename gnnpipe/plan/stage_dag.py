@@ -134,17 +134,17 @@ def _check_order(plan: Plan, model: ModelGraph) -> None:
     if backward:
         for stage in range(plan.num_stages):
             _check_convex(stage, stage_of, model)
-        order = _stage_order(plan.num_stages, reads, stage_of, model.unit)
+        order = _stage_order(plan.num_stages, reads, stage_of)
         op, source = backward[0]
         raise InputError(
-            f"plan: stage {stage_of[op]} reads {model.unit} {source}, which stage "
+            f"plan: stage {stage_of[op]} reads op {source}, which stage "
             f"{stage_of[source]} computes later; list the stages in the order "
             f"{', '.join(map(str, order))}"
         )
     last = model.num_ops - 1
     if stage_of[last] != plan.num_stages - 1:
         raise InputError(
-            f"plan: {model.unit} {last} computes the logits in stage {stage_of[last]}; list this "
+            f"plan: op {last} computes the logits in stage {stage_of[last]}; list this "
             "stage last"
         )
 
@@ -153,7 +153,7 @@ def _check_ways(plan: Plan, model: ModelGraph) -> None:
     """Check that each op of ``Plan.ways`` has several ranks and can use its way."""
     for stage in plan.stages:
         for op in sorted(plan.ways.keys() & set(stage.ops)):
-            way, name = plan.ways[op], f"{model.unit} {op} ({model.ops[op].name})"
+            way, name = plan.ways[op], f"op {op} ({model.ops[op].name})"
             reason = model.ops[op].reason_against(way)
             if not reason and way is not RowWay.HALO and stage.shards == 1:
                 reason = "is on a single rank, which sends no rows"
@@ -175,14 +175,14 @@ def _check_convex(stage: int, stage_of: Mapping[int, int], model: ModelGraph) ->
         elif way is not None:
             outside, before = way
             raise InputError(
-                f"plan: stage {stage} is not convex: {model.unit}s {before} and {op} are in the "
-                f"stage, but {model.unit} {outside} between them is in stage {stage_of[outside]}; "
-                f"move {model.unit} {outside} into stage {stage}, or split the stage"
+                f"plan: stage {stage} is not convex: ops {before} and {op} are in the "
+                f"stage, but op {outside} between them is in stage {stage_of[outside]}; "
+                f"move op {outside} into stage {stage}, or split the stage"
             )
 
 
 def _stage_order(
-    count: int, reads: Sequence[tuple[int, int]], stage_of: Mapping[int, int], unit: str
+    count: int, reads: Sequence[tuple[int, int]], stage_of: Mapping[int, int]
 ) -> list[int]:
     """Return the stages in an order in which every value is computed before a stage reads it.
 
@@ -208,8 +208,8 @@ def _stage_order(
         path.append(min(left[path[-1]].keys() & left.keys()))
     cycle = path[path.index(path[-1]) :]
     steps = (left[a][b] for a, b in pairwise(cycle))
-    text = ", ".join(f"{unit} {op} of stage {stage_of[op]} reads {unit} {s}" for op, s in steps)
+    text = ", ".join(f"op {op} of stage {stage_of[op]} reads op {s}" for op, s in steps)
     raise InputError(
         f"plan: stages {' and '.join(map(str, sorted(set(cycle))))} read each other's values "
-        f"({text}), so that none of them can run first; move {unit}s between them"
+        f"({text}), so that none of them can run first; move ops between them"
     )

@@ -59,12 +59,11 @@ class FoundPlan:
     def plan_lines(self) -> Iterator[str]:
         """Yield the plan as text."""
         best, plan = self.best, self.plan
-        unit = best.form.model.unit
         runs = [_stage_text(stage) for stage in plan.stages]
         shown = "; ".join(runs if len(runs) <= SHOWN_RANKS else [*runs[:3], "...", runs[-1]])
         yield (
             f"plan: {best.name} stages x shards x chunks on {plan.num_ranks} of "
-            f"{self.space.num_devices} devices; {unit}s by stage: {shown}"
+            f"{self.space.num_devices} devices; ops by stage: {shown}"
         )
         chosen = self.devices
         if self.space.workload.cluster is not None and len(chosen) < self.space.num_devices:
@@ -88,7 +87,7 @@ class FoundPlan:
         if plan.ways:
             ops = _runs_text(sorted(plan.ways))
             cost = self._cost_of(replace(plan, ways={}))
-            yield f"rows travel by columns in {unit}s {ops}; by halo they would cost {cost}"
+            yield f"rows travel by columns in ops {ops}; by halo they would cost {cost}"
         if plan.recomputes:
             stages = [str(i) for i, stage in enumerate(plan.stages) if stage.recompute]
             numbers = ", ".join(stages[:SHOWN_RANKS]) + ", ..." * (len(stages) > SHOWN_RANKS)

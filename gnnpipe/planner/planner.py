@@ -149,10 +149,9 @@ def naming_plan(planner: Planner) -> AbstractContextManager[None]:
 def check_plan(plan: Plan, model: ModelGraph) -> None:
     """Raise ``InputError`` if the plan is for another model, or cannot run."""
     if plan.num_ops != model.num_ops:
-        layers = f"--layers {plan.num_ops}, " if model.unit == "layer" else ""
         raise InputError(
-            f"plan: is for {plan.num_ops} {model.unit}s, and {model.name} has {model.num_ops}; try "
-            f"{layers}--plan uniform or --plan auto"
+            f"plan: is for {plan.num_ops} ops, and {model.name} has {model.num_ops}; try the "
+            "--layers that the plan was made with, --plan uniform or --plan auto"
         )
     # Each raises for an unknown name.
     _ = SCHEDULES[plan.schedule], plan.collectives.rows, plan.collectives.sum
@@ -166,6 +165,6 @@ def _check_ties(plan: Plan, model: ModelGraph) -> None:
     for op, earlier in model.ties:
         if stage_of[op] != stage_of[earlier]:
             raise InputError(
-                f"plan: {model.unit} {op} must be in the stage of {model.unit} {earlier}; stages "
-                f"of consecutive {model.unit}s may begin with {', '.join(map(str, model.cuts))}"
+                f"plan: op {op} must be in the stage of op {earlier}; stages of consecutive ops may "
+                f"begin with {', '.join(map(str, model.cuts))}"
             )

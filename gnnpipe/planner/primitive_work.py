@@ -110,11 +110,7 @@ class _Splitter:
             if op.flops_per_row:
                 value = self._add("dense", OpKind.DENSE, [value], width, dense)
         value = self._add("rows", OpKind.ROW_WISE, [value], width, row_wise)
-        passed = {name.rpartition(".")[2]: made[name] for name in op.inputs}
-        for name in op.outputs:
-            short = name.rpartition(".")[2]
-            is_held = short in op.kept_widths and short != next(iter(op.outputs)).rpartition(".")[2]
-            made[name] = passed.get(short, encoded or value) if is_held else value
+        made |= dict.fromkeys(op.outputs, value)
 
     @property
     def _width(self) -> int:
@@ -148,7 +144,7 @@ class _Splitter:
     @property
     def _profiled(self) -> OpTimes:
         compute = self.workload.profile.compute_of(self.workload.ranks_at_once)
-        return compute.times_of(self.op, self.kind, self.workload.model.unit)
+        return compute.times_of(self.op, self.kind)
 
     def _times(self) -> tuple[Work, Work, Work]:
         """Return the work of the dense product, of the row-wise part and of the aggregation."""

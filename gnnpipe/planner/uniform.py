@@ -179,7 +179,7 @@ def _ways(model: ModelGraph, shape: Shape) -> dict[int, RowWay]:
     fault = "has no aggregation"
     if reasons:
         op, reason = next(iter(reasons.items()))
-        fault = f"{model.unit} {op} ({model.ops[op].name}) {reason}"
+        fault = f"op {op} ({model.ops[op].name}) {reason}"
     raise InputError(f"--row-way {way}: {model.name}: {fault}; try --row-way halo")
 
 

@@ -103,7 +103,7 @@ def _ways_line(prepared: Prepared) -> str:
     plan, model = prepared.plan, prepared.model_graph
     pushing = [i for i, op in enumerate(model.ops) if op.aggregates and not op.is_mean]
     by_way = {way: [i for i in pushing if plan.way(i) is way] for way in RowWay}
-    parts = [f"{way} ({model.unit}s {_ranges(ops)})" for way, ops in by_way.items() if ops]
+    parts = [f"{way} (ops {_ranges(ops)})" for way, ops in by_way.items() if ops]
     return f"rows travel among shards by {', by '.join(parts)}"
 
 
@@ -241,7 +241,7 @@ def info_lines(prepared: Prepared, memory: Sequence[MemoryEstimate]) -> list[str
         ops = prepared.plan.stages[prepared.plan.placement.stage(rank)].ops
         # The op that scores pairs is not counted as a layer.
         shown = [i for i in ops if not prepared.model_graph.ops[i].over_pairs]
-        names = f"{prepared.model_graph.unit}s {_ranges(shown)}"
+        names = f"ops {_ranges(shown)}"
         lines.append(
             f"  rank {rank} ({names}): {human_bytes(m.total)} = structure "
             f"{human_bytes(m.structure)}, features {human_bytes(m.features)}, history "

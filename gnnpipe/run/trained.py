@@ -23,11 +23,10 @@ from gnnpipe.data.load import configured_graph, unlabelled_graph
 from gnnpipe.errors import InputError
 from gnnpipe.files import like_run_in, read_text
 from gnnpipe.graph.graph import Graph
-from gnnpipe.models import GNN, MODELS
+from gnnpipe.models import MODELS
 from gnnpipe.runtime.comm.world import World
-from gnnpipe.setup.inputs import built_in_model, number_dtype
+from gnnpipe.setup.inputs import made_model, number_dtype
 from gnnpipe.setup.layer_output import ends_at
-from gnnpipe.setup.user_model import is_user_model, make_user_model
 
 WEIGHTS = "model.pt"
 """The trained weights in the folder of a run that has ended."""
@@ -119,9 +118,7 @@ class TrainedRun:
                 f"--layer {layer!r}: run {str(self.path)!r} has label iterations, which need the "
                 "logits of each pass; leave it out"
             )
-        if model is None:
-            make = make_user_model if is_user_model(self.config.model) else built_in_model
-            model = make(self.config, graph)
+        model = made_model(model, self.config, graph)
         self.load_into(model.to(number_dtype(self.config)))
         return ends_at(detached_copy(model), layer)
 
@@ -186,7 +183,9 @@ def _config(own: TrainConfig, num_ranks: int, changes: Mapping[str, Any]) -> Tra
 def _num_classes(path: Path, config: TrainConfig, weights: Mapping[str, Tensor]) -> int:
     """Return the number of classes of the run's graph; 0 if it is not known."""
     if config.model in set(MODELS):
-        return GNN.num_classes_in(weights, config.layers)
+        last = f"convs.{config.layers - 1}"
+        names = "decode.weight", f"{last}.lin.weight", f"{last}.lin_l.weight"
+        return next((len(weights[name]) for name in names if name in weights), 0)
     return _from_result(path, "num_classes")
 
 

@@ -143,7 +143,6 @@ class _RankBuilder:
         exchanges = [spec.exchange for by_type in specs.values() for spec in by_type.values()]
         loss_rows, operators = self._make_loss_rows()
         precomputed = self._precompute_aggregations()
-        self._stage_module.use_aggregated_features(precomputed.keys())
         criterion = Loss(
             targets,
             prepared.loss_fn,
@@ -310,9 +309,8 @@ class _RankBuilder:
         )
 
     def _reads_features(self) -> bool:
-        """Whether the stage reads features other than those that arrive aggregated."""
-        ops = self._prepared.model_graph.select(self._ops)
-        return self._stage_module.needs_features and any(op.reads_features for op in ops)
+        """Whether the stage reads features."""
+        return any(op.reads_features for op in self._prepared.model_graph.select(self._ops))
 
     def _make_rows(
         self,

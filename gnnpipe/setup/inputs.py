@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import scipy.sparse as sp
@@ -21,8 +23,7 @@ from gnnpipe.graph.cache import check_cache_dir
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.partition import PARTITIONERS
 from gnnpipe.machine import memory_bytes
-from gnnpipe.models import GNN, MODELS, LayerSpec, Model
-from gnnpipe.models.layer_probe import check_layers
+from gnnpipe.models import MODELS, Model
 from gnnpipe.ops.bf16_matmul import is_worth_rounding
 from gnnpipe.output import human_bytes, warn
 from gnnpipe.plan import Plan
@@ -228,62 +229,24 @@ def why_not_validated(graph: Graph, metric: str) -> str:
     return ""
 
 
-def made_model(model: nn.Module | None, config: TrainConfig, graph: Graph) -> nn.Module | None:
-    """Returns the given model, or the one that ``--model`` names by a file or module."""
-    if model is None and is_user_model(config.model):
-        torch.manual_seed(config.seed)
-        return make_user_model(config, graph)
-    return model
+def made_model(model: nn.Module | None, config: TrainConfig, graph: Graph) -> nn.Module:
+    """Returns the given model, or the one that ``--model`` names, drawn from ``config.seed``."""
+    if model is not None:
+        return model
+    if not is_user_model(config.model):
+        return built_in_model(config, graph)
+    torch.manual_seed(config.seed)
+    return make_user_model(config, graph)
 
 
-def with_vertex_data(graph: Graph, model: nn.Module | None) -> Graph:
-    """Returns the graph with the vertex data that a user's model reads in its features."""
-    if model is None or isinstance(model, GNN) or not graph.vertex_data:
+def with_vertex_data(graph: Graph, model: nn.Module) -> Graph:
+    """Returns the graph with the vertex data that the model reads in its features."""
+    if not graph.vertex_data:
         return graph.with_vertex_columns(())
     return graph.with_vertex_columns(names_read_by(model, graph))
 
 
 def choose_model(
-    model: nn.Module | None,
-    config: TrainConfig,
-    graph: Graph,
-    world: World,
-    dtype: torch.dtype,
-    must_record: bool,
-) -> Model:
-    """Returns the model of the config or the given model, with equal weights on every rank.
-
-    ``must_record``: a user's model must be recorded, because it runs in chunks or on several ranks.
-    """
-    if model is None and not graph.num_classes and graph.pairs is None:
-        raise InputError(
-            f"--model {config.model}: {graph.name} has no labels, so the width of the last layer "
-            "is not known; try Graph.from_pyg(data, num_classes=...)"
-        )
-    if graph.types is not None and (model is None or isinstance(model, GNN)):
-        raise InputError(
-            f"--model {config.model}: {graph.name} has several types of vertices; pass a PyG model "
-            "whose forward takes (x_dict, edge_index_dict)"
-        )
-    if model is None:
-        check_weights(config, _spec(config, graph))
-        if world.rank == 0:
-            _warn_of_unread(config)
-        built = built_in_model(config, graph)
-        layers = built.stack()
-        # All layers between the first and the last compute alike.
-        check_layers([*layers[:2], *layers[2:][-1:]], graph.num_vertices)
-        return _scored(built, config.layers, config.hidden, graph)
-    if isinstance(model, GNN):
-        _check_model(model, config, graph)
-        width = model.stack()[-1].out_widths["x"]
-        check_layers(model.to(dtype).stack(), graph.num_vertices)
-        return _scored(model, config.layers, width, graph)
-    _warn_of_other_type(model, dtype, world)
-    return _user_model(model, config, graph, world, dtype, must_record)
-
-
-def _user_model(
     model: nn.Module,
     config: TrainConfig,
     graph: Graph,
@@ -291,7 +254,14 @@ def _user_model(
     dtype: torch.dtype,
     must_record: bool,
 ) -> Model:
-    """Returns the user's model, recorded; or as it is if it cannot be and need not be recorded."""
+    """Returns the model, recorded; or as it is if it cannot be and need not be recorded.
+
+    The weights are equal on every rank. ``must_record``: the model runs in chunks or on several
+    ranks.
+    """
+    _warn_of_other_type(model, dtype, world)
+    if world.rank == 0 and config.model in set(MODELS):
+        _warn_of_unread(config)
     error: InputError | None = None
     chosen: Model | None = None
     digest = ""
@@ -444,50 +414,45 @@ def warn_of_vain_rounding(
         warn(f"--matmul-dtype bf16: {found}")
 
 
-def built_in_model(config: TrainConfig, graph: Graph) -> GNN:
-    """Returns the built-in model that the config names, with its first weights."""
-    return GNN.build(config.model, _spec(config, graph), config.seed, number_dtype(config))
+def built_in_model(config: TrainConfig, graph: Graph) -> nn.Module:
+    """Returns the built-in model that the config names, with weights drawn from ``config.seed``.
+
+    Raises ``InputError`` if the graph has no number of classes or several types of vertices, or if
+    the weights alone take more memory than this machine has.
+    """
+    if not graph.num_classes and graph.pairs is None:
+        raise InputError(
+            f"--model {config.model}: {graph.name} has no labels, so the width of the last layer "
+            "is not known; try Graph.from_pyg(data, num_classes=...)"
+        )
+    if graph.types is not None:
+        raise InputError(
+            f"--model {config.model}: {graph.name} has several types of vertices; pass a PyG model "
+            "whose forward takes (x_dict, edge_index_dict)"
+        )
+    kind = MODELS[config.model]
+    # For link prediction, the width of the final rows.
+    num_classes = config.hidden if graph.pairs is not None else graph.num_classes
+    settings = {name: getattr(config, name) for name in _settings_of(kind)}
+    _check_weights(config, graph.num_features, num_classes, settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return kind(graph.num_features, num_classes, **settings)
 
 
-def _spec(config: TrainConfig, graph: Graph) -> LayerSpec:
-    names = {f.name for f in fields(LayerSpec)} & {f.name for f in fields(TrainConfig)}
-    return LayerSpec(
-        num_features=graph.num_features,
-        # For link prediction, the width of the final rows.
-        num_classes=config.hidden if graph.pairs is not None else graph.num_classes,
-        num_layers=config.layers,
-        is_rounded=config.matmul_dtype == "bf16",
-        **{name: getattr(config, name) for name in names},
-    )
+def _settings_of(kind: type[nn.Module]) -> list[str]:
+    """Returns the settings that a built-in model takes."""
+    return list(inspect.signature(kind).parameters)[2:]
 
 
 def _warn_of_unread(config: TrainConfig) -> None:
-    """Warns of given settings that only other models read."""
-    read = MODELS[config.model].reads_settings
+    """Warns of given settings that only other built-in models read."""
+    read = _settings_of(MODELS[config.model])
     for other in MODELS:
-        for name in MODELS[other].reads_settings:
+        for name in _settings_of(MODELS[other]):
             value = getattr(config, name)
             if name not in read and _is_given(config, name):
                 warn(f"{flag(name)} {value}: --model {config.model} does not read it, {other} does")
-
-
-def _check_model(model: GNN, config: TrainConfig, graph: Graph) -> None:
-    spec = model.stack()[0].spec
-    for name, want in (("num_features", graph.num_features), ("num_classes", graph.num_classes)):
-        is_known_width = graph.pairs is None and graph.num_classes > 0
-        if getattr(spec, name) != want and (name == "num_features" or is_known_width):
-            raise InputError(
-                f"model: built for {name} = {getattr(spec, name)}, but the graph has {want}"
-            )
-    if spec.is_rounded != (config.matmul_dtype == "bf16"):
-        raise InputError(
-            f"--matmul-dtype {config.matmul_dtype}: the model was built with "
-            f"LayerSpec(is_rounded={spec.is_rounded}); make the two agree"
-        )
-    if spec.num_layers != config.layers:
-        raise InputError(
-            f"model: has {spec.num_layers} layers, but --layers is {config.layers}; make them equal"
-        )
 
 
 def number_dtype(config: TrainConfig) -> torch.dtype:
@@ -516,10 +481,20 @@ def settled_config(config: TrainConfig, plan: Plan) -> TrainConfig:
     return config
 
 
-def check_weights(config: TrainConfig, spec: LayerSpec) -> None:
+def _check_weights(
+    config: TrainConfig, num_features: int, num_classes: int, settings: Mapping[str, Any]
+) -> None:
     """``InputError`` if the weights of the config's model alone exceed this machine's memory."""
-    numbers = GNN.count_weights(config.model, spec)
-    size_bytes = numbers * (8 if config.dtype == "float64" else 4)
+
+    def numbers_of(layers: int) -> int:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = MODELS[config.model](num_features, num_classes, **settings | {"layers": layers})
+        return sum(p.numel() for p in model.parameters())
+
+    numbers, others = numbers_of(min(config.layers, 2)), max(config.layers - 2, 0)
+    if others:  # from the second layer on, one more layer is always as large
+        numbers += others * (numbers_of(3) - numbers)
+    size_bytes = numbers * number_dtype(config).itemsize
     if size_bytes > memory_bytes():
         raise InputError(
             f"--hidden {config.hidden}: {config.model} with --layers {config.layers} then has "

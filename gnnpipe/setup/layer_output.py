@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import nn
 
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
-from gnnpipe.models import GNN
 from gnnpipe.registry import nearest
 
 
@@ -20,9 +18,8 @@ def ends_at(model: nn.Module, layer: str) -> nn.Module:
     """Return a model whose result is what ``layer`` returns; ``model`` is changed.
 
     Args:
-        model: A ``GNN``, or any module that takes features and edges.
-        layer: Path of the layer in the model, as ``named_modules`` has it: 'convs.0', 'layers.1'.
-            Of a layer that is called several times, the first call counts.
+        model: Any module that takes features and edges.
+        layer: Path of the layer in the model, as ``named_modules`` has it, such as 'convs.0'. Of a layer that is called several times, the first call counts.
 
     Raises:
         InputError: The model has no such layer.
@@ -30,14 +27,7 @@ def ends_at(model: nn.Module, layer: str) -> nn.Module:
     known = [name for name, _ in model.named_modules() if name]
     if layer not in known:
         raise InputError(f"--layer {layer!r}: the model has no such layer; {nearest(layer, known)}")
-    if not isinstance(model, GNN):
-        return _with_end(model, layer)
-    number = re.fullmatch(r"layers\.(\d+)", layer)
-    if number is None:
-        names = ", ".join(f"layers.{i}" for i in range(len(model.layers)))
-        raise InputError(f"--layer {layer!r}: is a part of a layer; try one of {names}")
-    model.end_at(int(number[1]))
-    return model
+    return _with_end(model, layer)
 
 
 def without_labels(graph: Graph) -> Graph:

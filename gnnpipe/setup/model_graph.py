@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import scipy.sparse as sp
 from torch import fx
 
 from gnnpipe.capture import RecordedModel, WholeModel
@@ -15,40 +14,20 @@ from gnnpipe.capture.stage.stage_module import Cut, made_in_table
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.operators import SUM
 from gnnpipe.graph.pairs import PAIRS
-from gnnpipe.models import GNN, Aggregation, Layer, Model
-from gnnpipe.models.layer import PushMaker
-from gnnpipe.models.layer_probe import LayerMemory, measure_layers
-from gnnpipe.models.layer_stack import layer_name
-from gnnpipe.models.sparse_input_linear import FeatureLinear
+from gnnpipe.models import Aggregation, Model
 from gnnpipe.plan import ModelGraph, Op
-
-PASSING_ROWS = 5
-"""Temporary rows of the pushed width in a layer's backward."""
-INCIDENCE_EDGE_BYTES = 8
-"""Bytes per edge of attention without messages, which also stores the edges by source."""
-MAX_FEATURE_WIDTHS = 2
-"""Aggregated features are precomputed if the features are at most this many times as wide as the
-pushed rows: the result takes no more memory than the rows that a layer keeps until backward."""
 
 
 def describe(model: Model, graph: Graph) -> ModelGraph:
-    """Returns the DAG of the model's ops; a ``GNN`` is a chain with one op per layer."""
+    """Returns the DAG of the model's ops."""
     if isinstance(model, PairModel):
         return _with_pairs(describe(model.inner, graph), model)
-    sizes = model.name, graph.num_features, graph.num_classes
-    if isinstance(model, RecordedModel):
-        return ModelGraph(*sizes, _recorded_ops(model.recording, graph), unit="op")
     if isinstance(model, WholeModel):
-        return ModelGraph(*sizes, (_whole_op(model, graph),), unit="op")
-    assert isinstance(model, GNN)
-    ops: list[Op] = []
-    before: Layer | None = None
-    layers = model.stack()
-    for layer, memory in zip(layers, measure_layers(layers), strict=True):
-        op = _layer_op(layer, before, graph, memory)
-        ops.append(replace(op, inputs=tuple(ops[-1].outputs) if ops else ()))
-        before = layer
-    return ModelGraph(*sizes, tuple(ops))
+        ops: tuple[Op, ...] = (_whole_op(model, graph),)
+    else:
+        assert isinstance(model, RecordedModel)
+        ops = _recorded_ops(model.recording, graph)
+    return ModelGraph(model.name, graph.num_features, graph.num_classes, ops)
 
 
 def _whole_op(model: WholeModel, graph: Graph) -> Op:
@@ -81,7 +60,7 @@ def _with_pairs(inner: ModelGraph, model: PairModel) -> ModelGraph:
         num_parameters=sum(p.numel() for p in new if p.requires_grad),
         flops_per_row=2 * sum(own[n].numel() for n in model.decode_weights if own[n].dim() == 2),
         push_width=model.width,
-        kept_widths={"decode": model.kept_width},
+        kept_per_pair=model.kept_width,
         pushed_type=PAIRS,
         is_linear=False,
         over_pairs=True,
@@ -195,44 +174,3 @@ def _kept_recomputed(call: fx.Node, found: Aggregation | None, handed_on: int) -
         return handed_on
     # An unchanged convolution reads the table's rows and returns other rows.
     return found.width if found.is_linear else found.width + handed_on
-
-
-def _layer_op(layer: Layer, before: Layer | None, graph: Graph, memory: LayerMemory) -> Op:
-    name = layer_name(layer)
-    previous = layer_name(before) if before is not None else ""
-    makers = {PushMaker.COPY: "", PushMaker.BEFORE: name, PushMaker.AFTER: previous}
-    push_maker = makers[layer.push_maker_behind(before)]
-    # Aggregated sparse features are dense, and wide features take more memory than a layer's rows.
-    is_narrow = (
-        not sp.issparse(graph.x) and graph.num_features <= MAX_FEATURE_WIDTHS * layer.push_width
-    )
-    encoders = [m for m in layer.modules() if isinstance(m, FeatureLinear)]
-    reads = sum(m.weight.numel() for m in encoders)
-    matrices = sum(p.numel() for p in layer.parameters() if p.dim() == 2)
-    spared = layer.push_width + sum(layer.kept_widths.values())
-    return Op(
-        name=name,
-        inputs=(),
-        outputs={f"{name}.{value}": width for value, width in layer.out_widths.items()},
-        num_parameters=sum(p.numel() for p in layer.parameters()),
-        flops_per_row=2 * (matrices - reads),
-        flops_per_feature=2 * sum(m.weight.shape[0] for m in encoders),
-        push_width=layer.push_width,
-        kept_widths=layer.kept_widths,
-        kept_per_row=memory.per_row,
-        kept_before=memory.per_row_before,
-        kept_per_row_recomputed=memory.per_row_recomputed,
-        push_maker=push_maker,
-        holds_pushed=push_maker == previous != "" and "x" in layer.kept_widths,
-        passing_per_row=PASSING_ROWS * layer.push_width,
-        kept_per_edge=memory.per_edge,
-        structure_per_edge=0 if layer.is_linear else INCIDENCE_EDGE_BYTES,
-        structure=layer.aggregation,
-        is_linear=layer.is_linear,
-        reads_features=layer.is_first,
-        of_features=is_narrow and layer.accepts_aggregated_features,
-        features_kept=graph.num_features if layer.keeps_features else 0,
-        # The aggregated row and the values kept for ``after``.
-        rows_spared=spared,
-        weights=tuple(f"layers.{layer.index}.{n}" for n, _ in layer.named_parameters()),
-    )

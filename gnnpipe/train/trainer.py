@@ -170,7 +170,7 @@ class Trainer:
             graph: The graph, in place of the run's dataset: needed if the run's graph was passed
                 in, and any other graph with features of the same width.
             model: The model, if the run's model was passed in; gets the weights of the run.
-            layer: Path of a layer in the model, such as 'convs.0' (of a built-in model 'layers.0'):
+            layer: Path of a layer in the model, such as 'convs.0':
                 ``predict`` returns what this layer returns, in place of the logits.
             settings: Any of dataset, data_dir, stages, shards, chunks, cache_dir, device, timeout_s
                 and quiet, in place of those of the run. A ``dataset`` is read without its labels

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from gnnpipe.config.validation import check_verifiable
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.operators import SUM
-from gnnpipe.models import GNN, MODELS, Model
+from gnnpipe.models import Model
 from gnnpipe.optim.lr_schedule import LearningRate
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -41,7 +41,7 @@ from gnnpipe.setup.prepared import Prepared
 from gnnpipe.train.evaluate import train_epoch
 from gnnpipe.verification.reference import Reference
 from gnnpipe.verification.reference_graph import WholeGraph
-from gnnpipe.verification.reference_models import LAYERS, PlainModel, UserModel
+from gnnpipe.verification.reference_models import UserModel
 from gnnpipe.verification.reference_walk import ChunkWalk, Cut
 from gnnpipe.verification.stage_model import StageModel
 
@@ -122,17 +122,11 @@ def verdict(prepared: Prepared, found: list[Comparison], tolerance: float) -> st
     return text
 
 
-def reference_text(prepared: Prepared) -> str:
-    """Returns the printed line about the model that the run is compared with."""
-    inner = without_pairs(prepared.model)
-    if _has_twin(inner):
-        return "reference: a second implementation of the layers, on one device"
-    if isinstance(inner, RecordedModel):
-        return (
-            "reference: the module as plain PyG, on one device; with stale rows, or dropout that "
-            "plain PyG cannot repeat, its recorded steps"
-        )
-    return "reference: the same layers, on one device; a mistake inside a layer is not found"
+REFERENCE = (
+    "reference: the module as plain PyG, on one device; with stale rows, or dropout that plain PyG "
+    "cannot repeat, its recorded steps"
+)
+"""The printed line about the model that the run is compared with."""
 
 
 def compare_epochs(
@@ -239,21 +233,14 @@ def reference_of(graph: Graph, prepared: Prepared) -> Reference:
     positions = list(dict.fromkeys(a.position for a in forward))
     cut = Cut(chunk, probes, graph.table_rows, output_chunk, positions, prepared.plan.schedule)
     inner = without_pairs(model)
-    if _has_twin(inner):
-        assert isinstance(inner, GNN)
-        kinds = [_TWINS[type(layer)] for layer in inner.stack()]
-        spec = asdict(inner.stack()[0].spec)
-        plain = PlainModel(whole, kinds, spec, inner.state_dict())
-        return Reference(config, whole, ChunkWalk(plain, cut, config), None, prepared.loss_fn)
-    read = graph.reduced_to(model.edge_inputs)
-    if isinstance(inner, RecordedModel):
-        kept = [one for found in inner.recording.assignments.values() for one in found]
-        if kept:
-            raise InputError(
-                f"--model {inner.name}: assigns the buffer {kept[0].buffer} in forward, which "
-                "verify does not follow; verify the model with the buffer left as it is"
-            )
-        read = inner.graph_to_run(read, dtype, config.seed)
+    assert isinstance(inner, RecordedModel)
+    kept = [one for found in inner.recording.assignments.values() for one in found]
+    if kept:
+        raise InputError(
+            f"--model {inner.name}: assigns the buffer {kept[0].buffer} in forward, which verify "
+            "does not follow; verify the model with the buffer left as it is"
+        )
+    read = inner.graph_to_run(graph.reduced_to(model.edge_inputs), dtype, config.seed)
     staged = StageModel(model, prepared.plan.num_ops, read, config.seed, dtype)
     user, walk = _user_model(staged, inner, whole, graph), ChunkWalk(staged, cut, config)
     if edges_are_random(model) and (user is None or walk.has_stale_epochs):
@@ -266,24 +253,14 @@ def reference_of(graph: Graph, prepared: Prepared) -> Reference:
     return Reference(config, whole, walk, user, prepared.loss_fn)
 
 
-_TWINS = {MODELS[name]: name for name in LAYERS}
-"""Built-in layers that ``reference_models`` also has."""
-
-
-def _has_twin(model: Model) -> bool:
-    return isinstance(model, GNN) and all(type(layer) in _TWINS for layer in model.stack())
-
-
 def _user_model(
-    staged: StageModel, model: Model, whole: WholeGraph, graph: Graph
+    staged: StageModel, model: RecordedModel, whole: WholeGraph, graph: Graph
 ) -> UserModel | None:
-    """Returns the user's module with the weights of ``staged``, or ``None``.
+    """Returns the module with the weights of ``staged``, or ``None``.
 
     ``None`` if the sites of the dropout calls are unknown: the recording alone knows the sites of
     dropout in convolutions and on several vertex types.
     """
-    if not isinstance(model, RecordedModel):
-        return None
     drops = [
         (int(call.kwargs["site"]), float(call.kwargs["probability"]))
         for call in model.recording.graph_module.graph.nodes

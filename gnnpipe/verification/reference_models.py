@@ -1,8 +1,7 @@
-"""Models of the reference in plain PyTorch and PyG, on all vertices at once.
+"""The model of the reference in plain PyTorch and PyG, on all vertices at once.
 
-The built-in models are written a second time from their formulas, with the same names of weights.
-A user's PyG model is called as it is. Stale rows are not part of a model, so ``Pass.read`` returns
-the rows that an aggregation reads.
+A PyG model is called as it is. Stale rows are not part of a model, so ``Pass.read`` returns the
+rows that an aggregation reads.
 
 Shapes: N vertices, E edges, C classes.
 """
@@ -10,7 +9,6 @@ Shapes: N vertices, E edges, C classes.
 from __future__ import annotations
 
 import inspect
-import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch_geometric import seed_everything
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.nn import GAE, GATConv
+from torch_geometric.nn import GAE
 
 from gnnpipe.verification.reference_dropout import drop
 from gnnpipe.verification.reference_graph import WholeGraph
@@ -74,232 +72,8 @@ def score_pairs(ends: Tensor, rows: Tensor, read: Tensor) -> Tensor:
     return (read[source] * rows[target]).sum(1, keepdim=True)
 
 
-class _Aggregate:
-    """Aggregations over the whole graph with fixed weights."""
-
-    def __init__(self, graph: WholeGraph) -> None:
-        source, target = graph.edge_index
-        n, dtype = graph.num_vertices, graph.features.dtype
-        self.degree = torch.zeros(n, dtype=dtype).index_add(
-            0, target, torch.ones_like(target).to(dtype)
-        )
-        self.edges = graph.edge_index
-        others, loops = graph.edge_index[:, source != target], torch.arange(n)
-        self.edges_with_loops = torch.cat([others, torch.stack([loops, loops])], dim=1)
-        read, reading = self.edges_with_loops
-        root = torch.bincount(reading, minlength=n).to(dtype).rsqrt()
-        self.gcn_weights = (root[read] * root[reading])[:, None]
-
-    def gcn(self, x: Tensor) -> Tensor:
-        """``D^-1/2 (A + I) D^-1/2 x`` with D the row sums of A + I."""
-        source, target = self.edges_with_loops
-        return torch.zeros_like(x).index_add(0, target, x[source] * self.gcn_weights)
-
-    def mean(self, x: Tensor) -> Tensor:
-        """The mean over the neighbours; 0 for a vertex without any."""
-        source, target = self.edges
-        return (
-            torch.zeros_like(x).index_add(0, target, x[source]) / self.degree.clamp(min=1)[:, None]
-        )
-
-
-Values = dict[str, Tensor]
-
-
-class PlainLayer(nn.Module):
-    """A built-in layer; ``spec`` has the fields of ``LayerSpec``."""
-
-    kind: str
-
-    def __init__(self, index: int, spec: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.index, self.name = index, f"{self.kind}{index}"
-        self.is_first, self.is_last = index == 0, index == spec["num_layers"] - 1
-        self.spec, self.dropout = spec, float(spec["dropout"])
-        self.hidden: int = spec["hidden"]
-        self.width: int = spec["num_classes"] if self.is_last else self.hidden
-
-    def encoder(self, bias: bool = False) -> nn.Linear:
-        """Returns a linear map of the features."""
-        return nn.Linear(self.spec["num_features"], self.hidden, bias=bias)
-
-    def linear(self, width: int, bias: bool = False) -> nn.Linear:
-        """Returns a linear map from the hidden width."""
-        return nn.Linear(self.hidden, width, bias=bias)
-
-    @abstractmethod
-    def forward(self, values: Values, over: _Aggregate, now: Pass) -> Values:
-        """Computes the layer's values from the previous layer's; the first reads ``features``."""
-
-
-class GCN(PlainLayer):
-    """``dropout(relu(norm(A x W + b)))``; the last layer ends with ``A x W + b``."""
-
-    kind = "gcn"
-
-    def __init__(self, index: int, spec: Mapping[str, Any]) -> None:
-        super().__init__(index, spec)
-        if self.is_first:
-            self.encode = self.encoder()
-        if not self.is_first or self.is_last:
-            self.lin = self.linear(self.width)
-        self.bias = nn.Parameter(torch.zeros(self.width))
-        if not self.is_last:
-            self.norm = nn.LayerNorm(self.width)
-
-    def forward(self, values: Values, over: _Aggregate, now: Pass) -> Values:
-        """See ``PlainLayer``."""
-        x = self.encode(values["features"]) if self.is_first else values["x"]
-        x = over.gcn(now.read(self.name, x, ""))
-        x = (self.lin(x) if not self.is_first or self.is_last else x) + self.bias
-        if not self.is_last:
-            x = now.dropout(self.norm(x).relu(), self.dropout, self.index + 1)
-        return {"x": x}
-
-
-class SAGE(PlainLayer):
-    """``dropout(relu(norm(mean(x) W_l + x W_r + b)))``; the last layer has only the sum."""
-
-    kind = "sage"
-
-    def __init__(self, index: int, spec: Mapping[str, Any]) -> None:
-        super().__init__(index, spec)
-        if self.is_first:
-            self.encode, self.encode_self = self.encoder(), self.encoder()
-        if not self.is_first or self.is_last:
-            self.lin, self.lin_self = self.linear(self.width), self.linear(self.width)
-        self.bias = nn.Parameter(torch.zeros(self.width))
-        if not self.is_last:
-            self.norm = nn.LayerNorm(self.width)
-
-    def forward(self, values: Values, over: _Aggregate, now: Pass) -> Values:
-        """See ``PlainLayer``."""
-        pushed = own = values["features" if self.is_first else "x"]
-        if self.is_first:
-            pushed, own = self.encode(pushed), self.encode_self(own)
-        x = over.mean(now.read(self.name, pushed, ""))
-        if not self.is_first or self.is_last:
-            x, own = self.lin(x), self.lin_self(own)
-        x = x + own + self.bias
-        if not self.is_last:
-            x = now.dropout(self.norm(x).relu(), self.dropout, self.index + 1)
-        return {"x": x}
-
-
-class GCNII(PlainLayer):
-    """``dropout(relu(norm((1 - beta) m + beta m W)))``.
-
-    ``m = (1 - alpha) A x + alpha h0`` with ``beta = log(theta / (index + 1) + 1)`` and
-    ``h0 = relu(encode(features))``; the first x is ``dropout(h0)``.
-    """
-
-    kind = "gcnii"
-
-    def __init__(self, index: int, spec: Mapping[str, Any]) -> None:
-        super().__init__(index, spec)
-        if self.is_first:
-            self.encode = self.encoder(bias=True)
-        self.lin, self.norm = self.linear(self.hidden), nn.LayerNorm(self.hidden)
-        if self.is_last:
-            self.decode = self.linear(self.width, bias=True)
-
-    def forward(self, values: Values, over: _Aggregate, now: Pass) -> Values:
-        """See ``PlainLayer``."""
-        if self.is_first:
-            h0 = self.encode(values["features"]).relu()
-            values = {"x": now.dropout(h0, self.dropout, 0), "h0": h0}
-        alpha, beta = self.spec["alpha"], math.log(self.spec["theta"] / (self.index + 1) + 1)
-        m = (1 - alpha) * over.gcn(now.read(self.name, values["x"], "")) + alpha * values["h0"]
-        x = self.norm((1 - beta) * m + beta * self.lin(m)).relu()
-        x = now.dropout(x, self.dropout, self.index + 1)
-        return {"x": self.decode(x)} if self.is_last else {"x": x, "h0": values["h0"]}
-
-
-class ResGCN(PlainLayer):
-    """``x + A dropout(relu(norm(x))) W + b``; the last layer ends with norm, ReLU and decoder."""
-
-    kind = "resgcn"
-
-    def __init__(self, index: int, spec: Mapping[str, Any]) -> None:
-        super().__init__(index, spec)
-        if self.is_first:
-            self.encode = self.encoder(bias=True)
-        self.norm, self.lin = nn.LayerNorm(self.hidden), self.linear(self.hidden)
-        self.bias = nn.Parameter(torch.zeros(self.hidden))
-        if self.is_last:
-            self.norm_out = nn.LayerNorm(self.hidden)
-            self.decode = self.linear(self.width, bias=True)
-
-    def forward(self, values: Values, over: _Aggregate, now: Pass) -> Values:
-        """See ``PlainLayer``."""
-        x = self.encode(values["features"]) if self.is_first else values["x"]
-        site = self.spec["num_layers"] + 1 + self.index
-        pushed = now.dropout(self.norm(x).relu(), self.dropout, site)
-        x = x + self.lin(over.gcn(now.read(self.name, pushed, ""))) + self.bias
-        if not self.is_last:
-            return {"x": x}
-        return {
-            "x": self.decode(now.dropout(self.norm_out(x).relu(), self.dropout, self.index + 1))
-        }
-
-
-class GAT(PlainLayer):
-    """``dropout(elu(GATConv(x W)))``, with a loop at every vertex; the last layer also decodes."""
-
-    kind = "gat"
-
-    def __init__(self, index: int, spec: Mapping[str, Any]) -> None:
-        super().__init__(index, spec)
-        if self.is_first:
-            self.encode = self.encoder()
-        else:
-            self.lin = self.linear(self.hidden)
-        heads = spec["heads"]
-        self.conv = GATConv(self.hidden, self.hidden // heads, heads, add_self_loops=False)
-        self.conv.lin = nn.Identity()
-        if self.is_last:
-            self.decode = self.linear(self.width, bias=True)
-
-    def forward(self, values: Values, over: _Aggregate, now: Pass) -> Values:
-        """See ``PlainLayer``."""
-        x = self.encode(values["features"]) if self.is_first else self.lin(values["x"])
-        x = self.conv((now.read(self.name, x, ""), x), over.edges_with_loops)
-        x = now.dropout(F.elu(x), self.dropout, self.index + 1)
-        return {"x": self.decode(x) if self.is_last else x}
-
-
-LAYERS: dict[str, type[PlainLayer]] = {kind.kind: kind for kind in (GCN, SAGE, GCNII, ResGCN, GAT)}
-
-
-class PlainModel(WholeModel):
-    """A stack of built-in layers with the kinds and weights of the run's model."""
-
-    def __init__(
-        self,
-        graph: WholeGraph,
-        kinds: Sequence[str],
-        spec: Mapping[str, Any],
-        weights: Mapping[str, Tensor],
-    ) -> None:
-        """``kinds``: the kind of every layer; ``weights`` by name."""
-        self._layers = [LAYERS[kind](i, spec) for i, kind in enumerate(kinds)]
-        self.module = nn.ModuleDict({"layers": nn.ModuleList(self._layers)})
-        self.module.to(graph.features.dtype).load_state_dict(weights)
-        self._graph, self._over = graph, _Aggregate(graph)
-
-    def outputs(self, now: Pass) -> Tensor:
-        """See ``WholeModel``."""
-        values: Values = {"features": self._graph.features}
-        for layer in self._layers:
-            values = layer(values, self._over, now)
-        rows = values["x"]
-        if self._graph.pairs is None:
-            return rows
-        return score_pairs(self._graph.pairs, rows, now.read("pair_scores", rows, "pairs"))
-
-
 class UserModel(WholeModel):
-    """A user's PyG model, called as a user calls it, for passes without stale rows.
+    """A PyG model, called as a user calls it, for passes without stale rows.
 
     Torch's default number type is set to that of the features during the call: some convolutions of
     PyG (``ClusterGCNConv``) compute degrees in the default type.

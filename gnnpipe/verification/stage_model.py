@@ -1,7 +1,6 @@
-"""Reference model for stale epochs of models that ``reference_models`` does not have.
+"""Reference model for stale epochs.
 
-The recording of a PyG model, or a user's ``Layer.before``, decides which rows lie in a history
-table. A pass with stale rows therefore runs the steps of the run's own stage module, as one stage
+The recording of a model decides which rows lie in a history table. A pass with stale rows therefore runs the steps of the run's own stage module, as one stage
 on all vertices of the given graph. Nothing else of the runtime is shared: rows are gathered edge by
 edge, and autograd computes the gradients.
 

@@ -121,7 +121,7 @@ def made(name):
 
 
 def check(model, data, arguments, chunks, monkeypatch):
-    from gnnpipe.models.layer import Rows
+    from gnnpipe.models.rows import Rows
 
     monkeypatch.setattr(Rows, "mask", lambda self, width, probability, site: None)
     plain = copy.deepcopy(model).double()

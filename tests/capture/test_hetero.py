@@ -37,7 +37,7 @@ def made(name, seed=0):
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("name", hetero_models.MODELS)
 def test_equals_plain_pyg_step_by_step(name, chunks, monkeypatch):
-    from gnnpipe.models.layer import Rows
+    from gnnpipe.models.rows import Rows
 
     monkeypatch.setattr(Rows, "mask", lambda self, width, probability, site: None)
     model, data = made(name)

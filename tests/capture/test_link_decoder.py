@@ -499,7 +499,7 @@ def test_memory_is_estimated_with_its_pairs():
     for name in ("attends", "net", "predictor"):
         prepared = prepare(quick_config(), Mesh.join(1, 1), linked(), link_models.made(name))
         sizes.append(memory_by_rank(prepared)[0].activations)
-        kept.append(prepared.model_graph.ops[-1].kept_widths["decode"])
+        kept.append(prepared.model_graph.ops[-1].kept_per_pair)
     pairs = linked().pairs.num_pairs
     # Nothing; both ends' rows of 8 columns and their product; the hidden row and what relu keeps.
     assert kept[0] == 0

@@ -60,7 +60,7 @@ class NoMasks(TorchFunctionMode):
 
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_equals_plain_pyg_where_masks_are_one(chunks, monkeypatch):
-    from gnnpipe.models.layer import Rows
+    from gnnpipe.models.rows import Rows
 
     monkeypatch.setattr(Rows, "mask", lambda self, width, probability, site: None)
     torch.manual_seed(0)

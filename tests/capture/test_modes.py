@@ -73,7 +73,7 @@ class WithoutGradients(Base):
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("model", [Dropping, Mapping, Last, Convolving, Setting, WithoutGradients])
 def test_both_modes_equal_plain_pyg(model, chunks, monkeypatch):
-    from gnnpipe.models.layer import Rows
+    from gnnpipe.models.rows import Rows
 
     monkeypatch.setattr(Rows, "mask", lambda self, width, probability, site: None)
     torch.manual_seed(0)

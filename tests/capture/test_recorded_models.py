@@ -18,7 +18,7 @@ from gnnpipe.capture.recorded_model import capture
 @pytest.mark.parametrize("name", pyg_models.MODELS)
 def test_equals_plain_pyg_step_by_step(name, monkeypatch):
     """Losses, predictions and every entry of the state dict, by the user's own names."""
-    from gnnpipe.models.layer import Rows
+    from gnnpipe.models.rows import Rows
 
     monkeypatch.setattr(Rows, "mask", lambda self, width, probability, site: None)
     graph = carrying(small_graph(directed=True), pyg_models.CARRIED.get(name))

@@ -101,7 +101,7 @@ def plain_losses(model, data, epochs):
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_plain_pyg(name, chunks, monkeypatch):
-    from gnnpipe.models.layer import Rows
+    from gnnpipe.models.rows import Rows
 
     monkeypatch.setattr(Rows, "mask", lambda self, width, probability, site: None)
     torch.manual_seed(0)
@@ -158,7 +158,7 @@ def test_stale_sums_do_not_depend_on_the_shape():
 @pytest.mark.parametrize("name", MODELS)
 def test_with_frozen_weights_stale_sums_become_exact(name, monkeypatch):
     """Law 8."""
-    from gnnpipe.models.layer import Rows
+    from gnnpipe.models.rows import Rows
 
     monkeypatch.setattr(Rows, "mask", lambda self, width, probability, site: None)
     torch.manual_seed(0)

@@ -16,13 +16,14 @@ LAYERS, HIDDEN = 4, 8
 
 
 class PlainGCN(nn.Module):
-    def __init__(self, ours, graph):
+    def __init__(self, graph):
         super().__init__()
         sizes = [graph.num_features] + [HIDDEN] * (LAYERS - 1) + [graph.num_classes]
-        self.convs = nn.ModuleList(GCNConv(a, b) for a, b in pairwise(sizes))
+        self.convs = nn.ModuleList(self.conv(a, b) for a, b in pairwise(sizes))
         self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(LAYERS - 1))
-        for conv, layer in zip(self.convs, ours, strict=True):
-            conv.lin.weight.data.copy_((layer.encode if layer.is_first else layer.lin).weight)
+
+    def conv(self, a, b):
+        return GCNConv(a, b)
 
     def forward(self, x, edge_index):
         for conv, norm in zip(self.convs, self.norms, strict=False):
@@ -31,40 +32,24 @@ class PlainGCN(nn.Module):
 
 
 class PlainSAGE(PlainGCN):
-    def __init__(self, ours, graph):
-        nn.Module.__init__(self)
-        sizes = [graph.num_features] + [HIDDEN] * (LAYERS - 1) + [graph.num_classes]
-        self.convs = nn.ModuleList(SAGEConv(a, b) for a, b in pairwise(sizes))
-        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(LAYERS - 1))
-        for conv, layer in zip(self.convs, ours, strict=True):
-            first = layer.is_first
-            conv.lin_l.weight.data.copy_((layer.encode if first else layer.lin).weight)
-            conv.lin_r.weight.data.copy_((layer.encode_self if first else layer.lin_self).weight)
-            conv.lin_l.bias.data.zero_()
+    def conv(self, a, b):
+        return SAGEConv(a, b)
 
 
 class PlainDeep(nn.Module):
     """Encoder, layers, decoder: what GCNII and ResGCN+ share."""
 
-    def __init__(self, ours, graph):
+    def __init__(self, graph, norms=LAYERS):
         super().__init__()
         self.encode = nn.Linear(graph.num_features, HIDDEN)
         self.decode = nn.Linear(HIDDEN, graph.num_classes)
         self.convs = nn.ModuleList(self.conv(i) for i in range(LAYERS))
-        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(LAYERS))
-        self.encode.weight.data.copy_(ours[0].encode.weight)
-        self.encode.bias.data.copy_(ours[0].encode.bias)
-        self.decode.load_state_dict(ours[-1].decode.state_dict())
-        for conv, layer in zip(self.convs, ours, strict=True):
-            self.take(conv, layer)
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(norms))
 
 
 class PlainGCNII(PlainDeep):
     def conv(self, i):
         return GCN2Conv(HIDDEN, alpha=0.1, theta=0.5, layer=i + 1)
-
-    def take(self, conv, layer):
-        conv.weight1.data.copy_(layer.lin.weight.t())
 
     def forward(self, x, edge_index):
         x = h0 = self.encode(x).relu()
@@ -74,33 +59,25 @@ class PlainGCNII(PlainDeep):
 
 
 class PlainResGCN(PlainDeep):
-    def __init__(self, ours, graph):
-        super().__init__(ours, graph)
-        self.norm_out = nn.LayerNorm(HIDDEN)
+    def __init__(self, graph):
+        super().__init__(graph, LAYERS + 1)
 
     def conv(self, i):
         return GCNConv(HIDDEN, HIDDEN)
 
-    def take(self, conv, layer):
-        conv.lin.weight.data.copy_(layer.lin.weight)
-
     def forward(self, x, edge_index):
         x = self.encode(x)
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = x + conv(norm(x).relu(), edge_index)
-        return self.decode(self.norm_out(x).relu())
+        for i in range(LAYERS):
+            x = x + self.convs[i](self.norms[i](x).relu(), edge_index)
+        return self.decode(self.norms[LAYERS](x).relu())
 
 
 class PlainGAT(nn.Module):
-    def __init__(self, ours, graph):
+    def __init__(self, graph):
         super().__init__()
         sizes = [graph.num_features] + [HIDDEN] * LAYERS
         self.convs = nn.ModuleList(GATConv(a, b // 4, heads=4) for a, b in pairwise(sizes))
         self.decode = nn.Linear(HIDDEN, graph.num_classes)
-        self.decode.load_state_dict(ours[-1].decode.state_dict())
-        for conv, layer in zip(self.convs, ours, strict=True):
-            lin = layer.encode if layer.is_first else layer.lin
-            conv.load_state_dict({**layer.conv.state_dict(), "lin.weight": lin.weight})
 
     def forward(self, x, edge_index):
         for conv in self.convs:
@@ -132,7 +109,8 @@ def test_equals_plain_pyg_step_by_step(name, sparse):
         out="off",
     )
     trainer = Trainer(config, graph=graph)
-    plain = PLAIN[name](trainer.model.stack(), graph)
+    plain = PLAIN[name](graph)
+    plain.load_state_dict(trainer.model.state_dict())
     x = torch.from_numpy(graph.x.toarray() if sparse else graph.x)
     y, edge_index = torch.from_numpy(graph.y), torch.from_numpy(graph.edge_index)
     train, test = torch.from_numpy(graph.train_mask), torch.from_numpy(graph.test_mask)

@@ -11,8 +11,6 @@ from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv, Simpl
 
 from gnnpipe import InputError, Trainer
 from gnnpipe.cli.main import main
-from gnnpipe.models import GNN, LayerSpec
-from gnnpipe.models.gcn import GCNLayer
 from gnnpipe.ops import bf16_matmul, norm_relu_blocks
 from gnnpipe.ops.norm_relu import NormReluOptions, gcnii_mix, norm_relu
 from gnnpipe.run.summary import head_lines
@@ -269,14 +267,6 @@ def test_warning_if_a_built_in_model_has_nothing_to_round(
     assert ("is rounded here" in " ".join(str(w.message) for w in told)) == (not is_any)
     line = "products with weights, except the last, are rounded to bf16"
     assert (line in head_lines(trainer._setup()[1])) == is_any
-
-
-def test_error_if_layers_disagree():
-    spec = LayerSpec(num_features=7, num_classes=3, num_layers=2, hidden=8)
-    model = GNN([GCNLayer(0, spec), GCNLayer(1, spec)])
-    config = quick_config(dtype="float32", hidden=8, matmul_dtype="bf16")
-    with pytest.raises(InputError, match="--matmul-dtype bf16: the model was built with LayerSpec"):
-        Trainer(config, graph=small_graph(), model=model).fit()
 
 
 def test_a_weight_that_is_a_vector_is_not_rounded():

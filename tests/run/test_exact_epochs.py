@@ -9,13 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import quick_config, run_ranks, small_graph
+from helpers import quick_config, run_ranks, small_graph, struck_rows
 
 from gnnpipe import Trainer
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
-from gnnpipe.models.gcnii import GCNIILayer
-from gnnpipe.models.layer import PushMaker
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.run.resume import find_start, resumed_config
 from gnnpipe.run.summary import result_lines
@@ -179,19 +177,13 @@ def test_bytes_of_the_last_epoch_are_the_closed_form(last_is_exact):
 
 def skipping(stages, shards):
     """Losses of a run that skips epoch 4, and whether its bytes are the closed form."""
-    plain = GCNIILayer.before
 
-    def before(self, values, rows):
-        pushed, kept = plain(self, values, rows)
-        is_struck = self.index == 2 and not rows.is_probe and rows.training and rows.epoch == 3
-        return (pushed * float("nan") if is_struck else pushed), kept
+    def strikes(layer, rows):
+        return layer == 2 and not rows.is_probe and rows.training and rows.epoch == 3
 
-    GCNIILayer.before, GCNIILayer.push_maker = before, PushMaker.COPY
-    try:
+    with struck_rows(strikes):
         changes = {"on_nan": "skip", "exact_above": 0.0, "lr": 0.01, "chunks": 4, "epochs": 8}
         result = Trainer(config(stages=stages, shards=shards, **changes), small_graph()).fit()
-    finally:
-        GCNIILayer.before, GCNIILayer.push_maker = plain, PushMaker.AFTER
     return [row.loss for row in result.history], (
         result.comm_bytes_per_epoch == result.comm_bytes_closed_form
     )

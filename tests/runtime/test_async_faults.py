@@ -8,10 +8,19 @@ import pytest
 import test_async_on_ranks
 import torch
 import torch.nn.functional as F
-from async_reference import RefStage
+from async_gcn import stages_of
 from helpers import quick_config, run_ranks, small_graph
 from resume_runs import config, table
-from test_async_on_ranks import CHUNKS, EPOCHS, EVERY, LR, WIDTH, layers_of, reference_of
+from test_async_on_ranks import (
+    CHUNKS,
+    EPOCHS,
+    EVERY,
+    LR,
+    WIDTH,
+    dropped,
+    loss_of,
+    reference_of,
+)
 
 from gnnpipe import Trainer
 from gnnpipe.run.resume import resumed_config
@@ -81,13 +90,7 @@ def difference(stages, shards, fault):
     )  # fmt: skip
     trainer = Trainer(run, graph, world=mesh, loss_fn=fault())
     prepared = trainer._setup()[1]
-    first = {k: v.clone() for k, v in trainer.model.named_parameters()}
-    ref_stages = []
-    for number, stage in enumerate(prepared.plan.stages):
-        own = dict(prepared.model.stage_module(stage.ops).named_parameters())
-        function = layers_of(stage.ops[0], stage.ops[-1] + 1, 4)
-        reads = {"x": number - 1} if number else {}
-        ref_stages.append(RefStage(function, {name: first[name] for name in own}, reads))
+    ref_stages = stages_of(prepared, dropped, loss_of)
     chunk = int(prepared.chunking.chunk_of_row()[prepared.chunking.inverse][STRUCK])
     left_out = FAULT_EPOCH * CHUNKS + list(prepared.chunk_order(FAULT_EPOCH)).index(chunk)
     test_async_on_ranks.OPTIMIZERS["but"] = lambda weights: AdamBut(weights, left_out)
@@ -180,8 +183,8 @@ def faulty_run(out, on_nan, kind, **more):
 
 KINDS = {
     "loss": "epoch 3: the loss is inf, first in the loss of chunk",
-    "gradient": "epoch 3: gradients are NaN or infinite, first in the gradient of layers.3",
-    "stage": "epoch 3: gradients are NaN or infinite, first in the gradient of layers.0",
+    "gradient": "epoch 3: gradients are NaN or infinite, first in the gradient of convs.3",
+    "stage": "epoch 3: gradients are NaN or infinite, first in the gradient of convs.0",
 }
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from async_gcn import stages_of
 from async_reference import AsyncReference, RefStage, dense_chunks, one_f_one_b, step_means
 from helpers import quick_config, run_ranks, small_graph
 from test_branches_on_ranks import Branched
@@ -34,31 +35,16 @@ def gcn_matrix(graph):
     return root[:, None] * a * root
 
 
-def layers_of(first, last, num_layers):
-    """The built-in GCN layers first to last - 1 as a stage, with dropout of one half."""
-
-    def function(values, weights, one):
-        x = one.chunk.data["x"] if first == 0 else values["x"]
-        for i in range(first, last):
-            own = {k.removeprefix(f"layers.{i}."): w for k, w in weights.items()}
-            if i == 0:
-                x = one.aggregate("gcn", "0", F.linear(x, own["encode.weight"]))
-            else:
-                x = F.linear(one.aggregate("gcn", str(i), x), own["lin.weight"])
-            x = x + own["bias"]
-            if i < num_layers - 1:
-                x = F.layer_norm(x, (WIDTH,), own["norm.weight"], own["norm.bias"]).relu()
-                kept = drop(torch.ones(one.chunk.data["n"], WIDTH), 0.5, 0, one.epoch, i + 1)
-                x = x * kept[one.chunk.rows].double()
-        return loss_of(x, one) if last == num_layers else {"x": x}
-
-    return function
+def dropped(x, one, site):
+    """Rows x [C, WIDTH] after the dropout of a site."""
+    kept = drop(torch.ones(one.chunk.data["n"], WIDTH), 0.5, 0, one.epoch, site)
+    return x * kept[one.chunk.rows].double()
 
 
 def loss_of(x, one):
     data = one.chunk.data
     loss = F.cross_entropy(x[data["train"]], data["y"][data["train"]], reduction="sum")
-    return {"loss": loss / data["count"]}
+    return loss / data["count"]
 
 
 class Fork(nn.Module):
@@ -89,7 +75,22 @@ def branch(name):
 def join(values, w, one):
     x = values["a"] + values["b"]
     x = (F.linear(one.aggregate("gcn", "c", x), w["c.lin.weight"]) + w["c.bias"]).tanh()
-    return loss_of(F.linear(x, w["out.weight"], w["out.bias"]), one)
+    return {"loss": loss_of(F.linear(x, w["out.weight"], w["out.bias"]), one)}
+
+
+def fork_stages(prepared):
+    """The stages of ``Fork``, with copies of its weights."""
+    by_stage = [
+        {n: p.detach().clone() for n, p in prepared.model.stage_module(s.ops).named_parameters()}
+        for s in prepared.plan.stages
+    ]
+    first = "a" if "in_a.weight" in by_stage[0] else "b"
+    second = {"a": "b", "b": "a"}[first]
+    return [
+        RefStage(branch(first), by_stage[0]),
+        RefStage(branch(second), by_stage[1]),
+        RefStage(join, by_stage[2], {first: 0, second: 1}),
+    ]
 
 
 def reference_of(prepared, graph, stages, leads, policy, optimizer, every):
@@ -152,27 +153,12 @@ def difference(stages, shards, policy, optimizer, every, is_fork=False, ahead=1)
         plan = made_plan(config, mesh, graph, model)
     trainer = Trainer(config, graph, model, world=mesh, plan=plan)
     prepared = trainer._setup()[1]
-    first = {k: v.clone() for k, v in trainer.model.named_parameters()}
-    by_stage = [
-        dict(prepared.model.stage_module(stage.ops).named_parameters())
-        for stage in prepared.plan.stages
-    ]
     distances = list(prepared.dag.distances)
     if is_fork:
-        names = "a" if "in_a.weight" in by_stage[0] else "b"
-        others = {"a": "b", "b": "a"}[names]
-        functions, reads = [branch(names), branch(others), join], {names: 0, others: 1}
+        ref_stages = fork_stages(prepared)
         assert distances == [1, 1, 0]
     else:
-        bounds = [(stage.ops[0], stage.ops[-1] + 1) for stage in prepared.plan.stages]
-        functions = [layers_of(*each, 4) for each in bounds]
-        reads = {}
-    ref_stages = []
-    for number, function in enumerate(functions):
-        own = {name: first[name] for name in by_stage[number]}
-        reading = reads if is_fork and number == 2 else {"x": number - 1}
-        reading = {} if number == 0 or (is_fork and number < 2) else reading
-        ref_stages.append(RefStage(function, own, reading))
+        ref_stages = stages_of(prepared, dropped, loss_of)
     assert prepared.program.in_flight == tuple(ahead * d + 1 for d in distances)
     leads = [ahead * d for d in distances]
     reference, run = reference_of(prepared, graph, ref_stages, leads, policy, optimizer, every)

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
+from async_gcn import stages_of
 from async_reference import (
     POLICIES,
     AsyncReference,
@@ -69,37 +70,6 @@ def loss_of(logits, one):
     rows = data["train"]
     total = F.cross_entropy(logits[rows], data["y"][rows], reduction="sum")
     return total / data["all_train"][0]
-
-
-# The built-in GCN, a stage for each run of layers.
-
-
-def gcn(layers):
-    def function(values, weights, one):
-        h = values.get("h")
-        for i in layers:
-            name = f"layers.{i}."
-            if i == 0:
-                h = F.linear(one.chunk.data["x"], weights[name + "encode.weight"])
-            h = one.aggregate("gcn", name, h)
-            if i > 0:
-                h = F.linear(h, weights[name + "lin.weight"])
-            h = h + weights[name + "bias"]
-            if i < LAYERS - 1:
-                scale, shift = weights[name + "norm.weight"], weights[name + "norm.bias"]
-                h = dropped(F.layer_norm(h, (HIDDEN,), scale, shift).relu(), one, i + 1)
-        return {"h": h} if i < LAYERS - 1 else {"loss": loss_of(h, one)}
-
-    return function
-
-
-def gcn_stages(state, stages):
-    found = []
-    for k in range(stages):
-        layers = range(LAYERS * k // stages, LAYERS * (k + 1) // stages)
-        weights = {n: w for n, w in state.items() if int(n.split(".")[1]) in layers}
-        found.append(RefStage(gcn(layers), weights, {"h": k - 1} if k else {}))
-    return found
 
 
 # Two branches on stages of their own, and a join.
@@ -235,7 +205,7 @@ def difference(stages, policy, optimizer="Adam", every=1, dag=False, shards=1, *
     state = {n: p.detach().clone() for n, p in prepared.model.module.named_parameters()}
     runtime = build_rank(prepared, mesh)
     depths = [1, 1, 0] if dag else list(reversed(range(stages)))
-    made = joined_stages(state, 3) if dag else gcn_stages(state, stages)
+    made = joined_stages(state, 3) if dag else stages_of(prepared, dropped, loss_of)
     reference, train_span = reference_of(prepared, made, depths, policy, optimizer, every)
     if config.clip_norm:
         reference.before_step = lambda k: clip(reference.stages[k].weights, config.clip_norm)

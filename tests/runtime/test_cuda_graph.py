@@ -7,11 +7,14 @@ import itertools
 
 import pytest
 import torch
+from helpers import quick_config, small_graph
 from torch import nn
+from torch_geometric.nn import GCN, GCNConv
 
-from gnnpipe.models import MODELS, LayerSpec
 from gnnpipe.ops import triton
+from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.cuda_graph import Replay
+from gnnpipe.setup.prepare import prepare
 
 
 class Graph:
@@ -114,20 +117,36 @@ def test_work_that_cannot_be_recorded_runs_as_before(made):
     assert not replay.is_recorded
 
 
-def test_which_layers_can_be_recorded():
-    """A subclass that changes a layer must declare it again."""
-    spec = LayerSpec(num_features=3, num_classes=2, num_layers=2, hidden=4)
-    for name in ("gcn", "sage", "gcnii", "resgcn"):
-        kind = MODELS[name]
-        assert kind(1, spec).is_cuda_graph_safe
+class Scaled(nn.Module):
+    """Makes a call that is not known to launch the same kernels."""
 
-        class Other(kind):
-            def dropout_mask(self, rows, width):
-                return None if rows.epoch < 50 else super().dropout_mask(rows, width)
+    def __init__(self):
+        super().__init__()
+        self.conv = GCNConv(7, 3)
 
-        class SaysSo(Other):
-            cuda_graph_safe = True
+    def forward(self, x, edge_index):
+        x = self.conv(x, edge_index)
+        return torch.where(x > 0, x, x * 0.5)
 
-        assert not Other(1, spec).is_cuda_graph_safe
-        assert SaysSo(1, spec).is_cuda_graph_safe
-    assert not MODELS["gat"](1, spec).is_cuda_graph_safe
+
+@pytest.mark.parametrize(
+    ("name", "is_safe"),
+    [("gcn", True), ("sage", True), ("gcnii", True), ("resgcn", True), ("gat", False)],
+)
+def test_which_models_can_be_replayed(name, is_safe):
+    config = quick_config(model=name, layers=3, hidden=8)
+    model = prepare(config, Mesh.alone(), small_graph()).model
+    assert model.stage_module(range(model.num_ops)).is_cuda_graph_safe == is_safe
+
+
+@pytest.mark.parametrize("model", [Scaled, lambda: GCN(7, 8, 2, 3, norm="BatchNorm")])
+def test_unknown_calls_are_not_replayed(model):
+    model = prepare(quick_config(), Mesh.alone(), small_graph(), model()).model
+    assert not model.stage_module(range(model.num_ops)).is_cuda_graph_safe
+
+
+def test_a_module_with_a_hook_is_not_replayed():
+    module = GCN(7, 8, 2, 3)
+    module.convs[0].lin.register_forward_hook(lambda module, given, out: out * 2)
+    model = prepare(quick_config(), Mesh.alone(), small_graph(), module).model
+    assert not model.stage_module(range(model.num_ops)).is_cuda_graph_safe

@@ -357,10 +357,9 @@ def test_memory_and_predictions_count_loss_rows(shards, monkeypatch):
     monkeypatch.setattr(loss_rows_module, "choose_loss_rows", lambda *_, **__: ALL_ROWS)
     every = memory_by_rank(prepare(quick_config(**settings), Mesh.alone(), sparse_graph()))
     spared = graph.num_vertices - train.sum()
-    held = sum(last.kept_widths.values())
     # Among all layers the aggregated row has a table with its gradient, by itself it has not.
     in_table = last.push_width * graph.num_vertices
-    saved = 4 * (last.kept_per_row * spared - in_table - held * train.sum())
+    saved = 4 * (last.kept_per_row * spared - in_table)
     assert sum(e.activations - f.activations for e, f in zip(every, few, strict=True)) == saved
     extra = 8 * 2 * (graph.degrees[train].sum() + train.sum())
     layouts = [shard_layout(graph, prepared.chunking, shard) for shard in range(shards)]

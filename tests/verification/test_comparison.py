@@ -10,9 +10,8 @@ from helpers import quick_config, small_graph
 from torch_geometric import nn as pyg
 
 from gnnpipe.capture.recorded_model import RecordedModel
-from gnnpipe.models import GNN
-from gnnpipe.models import layer as layer_module
-from gnnpipe.models.gcnii import GCNIILayer
+from gnnpipe.capture.stage import row_work
+from gnnpipe.models import rows as rows_module
 from gnnpipe.ops.hashed_dropout import Mask
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.grad_clip import GradClip
@@ -20,7 +19,6 @@ from gnnpipe.setup import prepare, structures
 from gnnpipe.verification.comparison import (
     compare_epochs,
     reference_of,
-    reference_text,
     relative_difference,
 )
 
@@ -90,23 +88,23 @@ def norm_without_root(monkeypatch):
 
 
 def unscaled_dropout(monkeypatch):
-    real = layer_module.keyed_mask
+    real = rows_module.keyed_mask
 
     def unscaled(*given, **settings):
         mask = real(*given, **settings)
         return mask if mask is None else Mask(mask.kept, 1.0)
 
-    monkeypatch.setattr(layer_module, "keyed_mask", unscaled)
+    monkeypatch.setattr(rows_module, "keyed_mask", unscaled)
 
 
 def wrong_beta(monkeypatch):
-    real = GCNIILayer.__init__
+    real = row_work.ROW_WORK[row_work.gcnii_norm_relu]
 
-    def init(self, *given):
-        real(self, *given)
-        self.beta *= 1.01
+    def with_other_beta(*given, shares, **settings):
+        alpha, beta = shares
+        return real(*given, shares=(alpha, beta * 1.01), **settings)
 
-    monkeypatch.setattr(GCNIILayer, "__init__", init)
+    monkeypatch.setitem(row_work.ROW_WORK, row_work.gcnii_norm_relu, with_other_beta)
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -155,7 +153,7 @@ def test_a_gradient_that_is_a_millionth_off(monkeypatch):
     real = GradClip.passes
 
     def passes(self, loss):
-        grad = dict(self._named)["layers.1.lin.weight"].grad
+        grad = dict(self._named)["convs.1.weight1"].grad
         grad += 1e-6 * grad.norm() / grad.numel() ** 0.5
         return real(self, loss)
 
@@ -174,22 +172,3 @@ def test_the_floor_of_a_difference_is_a_thousandth_of_the_usual_norm():
     found, name = relative_difference({"large": large, "small": tiny * 2}, truth)
     floor = 1e-3 * float(large.norm() / 2**0.5)
     assert (found, name) == (pytest.approx(float(tiny.norm()) / floor, rel=1e-4), "small")
-
-
-class OwnLayer(GCNIILayer):
-    """A layer that ``reference_models`` does not have."""
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("gcnii", "a second implementation"), ("pyg gcn", "the module as plain PyG")]
-)
-def test_the_reference_is_named(name, text):
-    assert text in reference_text(prepared_run(name, 1)[1])
-
-
-def test_layers_without_a_second_implementation_are_named():
-    config = quick_config(layers=2, hidden=8)
-    spec = layer_module.LayerSpec(7, 3, 2, 8)
-    model = GNN([OwnLayer(i, spec) for i in range(2)])
-    found = reference_text(prepare.prepare(config, Mesh.alone(), small_graph(), model))
-    assert "a mistake inside a layer is not found" in found

@@ -26,7 +26,7 @@ from gnnpipe.capture.rules.attention import is_mapped
 from gnnpipe.capture.stage.step_calls import flat
 from gnnpipe.graph.blocks import Block
 from gnnpipe.models.gat_attention import attend, is_additive
-from gnnpipe.models.layer import Rows
+from gnnpipe.models.rows import Rows
 from gnnpipe.ops.hashed_dropout import edge_keys
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from gnnpipe.capture.markers import recorded
 from gnnpipe.capture.stage.step_calls import normalise_relu
-from gnnpipe.models.layer import Rows
+from gnnpipe.models.rows import Rows
 from gnnpipe.ops.bf16_matmul import linear, product
 from gnnpipe.ops.norm_relu import NormReluOptions, NormWeights, gcnii_mix, norm_relu
 

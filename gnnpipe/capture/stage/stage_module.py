@@ -21,6 +21,7 @@ from gnnpipe.capture.markers import in_training, is_mean, is_sum, of_all
 from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.rules.norms import update_running_statistics
 from gnnpipe.capture.stage.block_conv import BlockConv
+from gnnpipe.capture.stage.replay import can_replay
 from gnnpipe.capture.stage.row_work import (
     PRODUCTS,
     ROW_WORK,
@@ -43,7 +44,7 @@ from gnnpipe.capture.stage.step_calls import (
     squares,
 )
 from gnnpipe.graph.graph import EDGE_DATA
-from gnnpipe.models.layer import Rows, Values
+from gnnpipe.models.rows import Rows, Values
 from gnnpipe.models.stage_module import Aggregation, MeanOfRows, Received, StageModule
 from gnnpipe.plan import late_steps
 
@@ -500,6 +501,7 @@ class RecordedStageModule(StageModule):
         last = cut.num_steps - 1
         self._made_in_table = [made_in_table(cut, step) is not None for step in range(last)]
         self._update = BufferUpdate(cut)
+        self._can_replay = all(can_replay(recording, op) for op in cut.ops)
         self._functions = [*(step.function for step in self._steps), self._update.function]
         self._observers = {
             op.name: (recording.model.get_submodule(path.removeprefix("model.")), what)
@@ -524,6 +526,11 @@ class RecordedStageModule(StageModule):
     ) -> tuple[Values, Values]:
         """Run one step (see ``StageModule``)."""
         return self._steps[index](values, received, rows)
+
+    @property
+    def is_cuda_graph_safe(self) -> bool:
+        """Whether a CUDA graph can replay the calls (see ``StageModule``)."""
+        return self._can_replay and not self._recording.edges_are_random
 
     def writes_output_buffer(self, index: int) -> bool:
         """Whether a step writes pushed rows into the table (see ``StageModule``)."""

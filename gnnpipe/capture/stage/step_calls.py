@@ -16,7 +16,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from gnnpipe.capture.markers import by_mode, drop, in_training, of_vertices, recorded
 from gnnpipe.graph.blocks import Block
-from gnnpipe.models.layer import Rows
+from gnnpipe.models.rows import Rows
 from gnnpipe.models.sparse_input_linear import feature_linear
 from gnnpipe.ops.bf16_matmul import linear
 from gnnpipe.ops.hashed_dropout import keyed_dropout

@@ -22,7 +22,7 @@ from gnnpipe.capture.call_facts import Facts
 from gnnpipe.capture.edge_work.program import random_numbers_of
 from gnnpipe.capture.fusion import fuse
 from gnnpipe.capture.fx_names import (
-    BY_HAND,
+    AS_IS,
     EDGE_VALUES,
     EDGES,
     FEATURES,
@@ -297,7 +297,7 @@ def check_equals_model(
             _check_no_nan(parameter.grad, f"the gradient of {name} is")
         if not _same_gradient(parameter, recorded.get(name), rounding):
             hint = "forward makes its own gradients (autograd.Function, in place under no_grad)"
-            refuse(f"the gradient of {name} is another in its recording", f"{hint}, {BY_HAND}")
+            refuse(f"the gradient of {name} is another in its recording", f"{hint}, {AS_IS}")
     is_other = evaluation is not run.sample
     if is_other or marks or any(other.target is by_mode for other in run.graph.nodes):
         plain = _plain_copy(model, run, names).eval()
@@ -347,7 +347,7 @@ def _check_no_nan(truth: Tensor, what: str) -> None:
         refuse(
             f"{what} NaN on a sample with random features, so that its recording cannot be checked",
             "keep logarithms, roots and divisions away from 0 and from negative numbers (clamp, or "
-            f"add an epsilon), {BY_HAND}",
+            f"add an epsilon), {AS_IS}",
         )
 
 
@@ -364,7 +364,7 @@ def _check_close(truth: Tensor, found: Tensor, when: str) -> None:
         refuse(
             f"its recording gives other numbers than the model{when} on a sample (by "
             f"{float((truth - found).detach().abs().max()):.1e})",
-            f"forward depends on something that a recording cannot hold, {BY_HAND}",
+            f"forward depends on something that a recording cannot hold, {AS_IS}",
         )
 
 

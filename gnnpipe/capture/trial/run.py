@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +12,7 @@ from torch_geometric.nn import MessagePassing
 
 from gnnpipe.capture.edge_work.modules import EdgeFragment, EdgeModule, EdgeUpdate, Propagate
 from gnnpipe.capture.fx_names import (
-    BY_HAND,
+    AS_IS,
     EDGES,
     attribute,
     edges_read,
@@ -38,8 +39,7 @@ from gnnpipe.graph.operators import (
     relation_ends,
     weighted_rows,
 )
-from gnnpipe.models.layer import Rows
-from gnnpipe.models.layer_probe import are_parts
+from gnnpipe.models.rows import Rows
 from gnnpipe.ops.saved_tensors import tensors_in
 
 Found = dict[fx.Node, Any]
@@ -344,14 +344,27 @@ def _are_rows_first(
                 call,
             )
         parts = [half[index] for half in halves]
-        if not any(are_parts(parts, tensor, place, 1e-9, 1e-12) for place in places):
+        if not any(_are_parts(parts, tensor, place) for place in places):
             refuse(
                 f"{name_of(call)} mixes {many} or draws random numbers",
-                "it would give another result chunk by chunk. Make it work row by row, " + BY_HAND,
+                "it would give another result chunk by chunk. Make it work row by row, " + AS_IS,
                 call,
             )
         are_first &= places[0] == 0
     return are_first
+
+
+def _are_parts(parts: Sequence[Tensor], whole: Tensor, dim: int) -> bool:
+    """Whether tensors, concatenated in a dimension, equal ``whole`` but for rounding."""
+    try:
+        joined = torch.cat(list(parts), dim)
+    except (RuntimeError, IndexError):
+        return False
+    if joined.shape != whole.shape:
+        return False
+    return torch.equal(joined, whole) or torch.allclose(
+        joined.double(), whole.double(), 1e-9, 1e-12, equal_nan=True
+    )
 
 
 def _places(order: Tensor) -> Tensor:

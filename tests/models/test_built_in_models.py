@@ -1,0 +1,48 @@
+"""The built-in models: their settings, names and errors."""
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+from helpers import quick_config, small_graph
+
+import gnnpipe.models
+from gnnpipe import Trainer
+from gnnpipe.config import TrainConfig
+from gnnpipe.errors import InputError
+from gnnpipe.models import GAT, MODELS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_settings_of_a_model_are_fields_of_the_config(name):
+    first, second, *settings = inspect.signature(MODELS[name]).parameters
+    assert (first, second) == ("num_features", "num_classes")
+    assert {*settings} <= {f.name for f in dataclasses.fields(TrainConfig)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_a_short_file(name):
+    """A user reads it as an example of a model of their own."""
+    file = Path(gnnpipe.models.__file__).with_name(f"{name}.py")
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 80
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ValueError, match="model 'gcn' is registered already"):
+        MODELS.add("gcn", MODELS["gcn"])
+
+
+def test_heads_divide_the_width():
+    with pytest.raises(InputError, match="heads 3: does not divide hidden 8"):
+        GAT(7, 3, layers=2, hidden=8, dropout=0.0, heads=3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_the_same_module_passed_in_trains_alike(name, layers):
+    config = quick_config(model=name, layers=layers, hidden=8, dropout=0.5, epochs=2)
+    named = Trainer(config, small_graph())
+    module = Trainer(config, small_graph()).model
+    passed = Trainer(dataclasses.replace(config, model="gcn"), small_graph(), model=module)
+    assert [row.loss for row in passed.fit().history] == [row.loss for row in named.fit().history]
