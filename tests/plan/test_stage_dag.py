@@ -30,7 +30,7 @@ def model_of(reads, **settings):
         )
         for i, sources in enumerate(reads)
     )
-    return ModelGraph("model", 7, 3, ops, unit="op")
+    return ModelGraph("model", 7, 3, ops)
 
 
 def plan_of(*stages):

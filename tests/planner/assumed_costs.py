@@ -24,7 +24,7 @@ def model_of(edges: Mapping[str, Sequence[str]], width: int = 4, **weights: tupl
         )
         for name, inputs in edges.items()
     )
-    return ModelGraph("assumed", 4, width, ops, unit="op")
+    return ModelGraph("assumed", 4, width, ops)
 
 
 def branches(count: int, length: int, is_chained: bool = False):
