@@ -31,7 +31,6 @@ EDGE_VALUES = "edge_value"
 AS_IS = "or run it as it is, in one chunk on one rank"
 
 
-
 def refuse(wrong: str, hint: str = "", call: fx.Node | None = None) -> NoReturn:
     """Raise ``InputError`` about the model: the fault, the user's line of ``call``, and a remedy.
 

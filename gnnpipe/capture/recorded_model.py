@@ -118,8 +118,9 @@ def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> Recorde
     relations as 'edge_attr_dict' and 'edge_weight_dict'. For link prediction,
     ``encode`` is recorded instead if the model has it, as PyG's models do. The recorded model
     shares weights and buffers with ``model``, which is left as it was, except that lazy weights are
-    initialised, and maps of sparse features stored by column. ``is_rounded``: linear maps are computed in bf16, except the ones that give the
-    logits. Raises ``InputError`` if the model cannot be recorded.
+    initialised, and maps of sparse features stored by column. ``is_rounded``: linear maps are
+    computed in bf16, except the ones that give the logits. Raises ``InputError`` if the model
+    cannot be recorded.
     """
     method = method_of(model, graph)
     names = edge_inputs(model, method, graph)
@@ -139,8 +140,9 @@ def _store_by_column(recording: Recording, graph: Graph) -> None:
     be copied in every pass if the weight were stored by row.
     """
     for op in recording.ops:
-        features = graph.features(recording.facts[op].vertex_type)
-        if recording.maps_features(op) and sp.issparse(features):
+        if not recording.maps_features(op):
+            continue
+        if sp.issparse(graph.features(recording.facts[op].vertex_type)):
             for _, weight in recording.weights(op):
                 if weight.dim() == 2:
                     weight.data = weight.data.t().contiguous().t()

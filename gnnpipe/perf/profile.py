@@ -127,9 +127,9 @@ class ComputeTimes:
         if kind in self.ops:
             return self.ops[kind]
         raise InputError(
-            f"profile: has no op like {op.name} ({kind}), {_nearest(kind, self.ops)}; take one with "
-            "the dataset and the model flags of the run (--model, --hidden, --heads) and with "
-            "--layers 3 at least, or leave --profile out: the run then measures a short profile"
+            f"profile: has no op like {op.name} ({kind}), {_nearest(kind, self.ops)}; take one "
+            "with the dataset and the model flags of the run (--model, --hidden, --heads) and "
+            "with --layers 3 at least, or leave --profile out to measure a short one"
         )
 
     def scaled(self, factor: float, ranks: int) -> ComputeTimes:

@@ -144,8 +144,7 @@ def _check_order(plan: Plan, model: ModelGraph) -> None:
     last = model.num_ops - 1
     if stage_of[last] != plan.num_stages - 1:
         raise InputError(
-            f"plan: op {last} computes the logits in stage {stage_of[last]}; list this "
-            "stage last"
+            f"plan: op {last} computes the logits in stage {stage_of[last]}; list this stage last"
         )
 
 

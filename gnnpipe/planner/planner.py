@@ -165,6 +165,6 @@ def _check_ties(plan: Plan, model: ModelGraph) -> None:
     for op, earlier in model.ties:
         if stage_of[op] != stage_of[earlier]:
             raise InputError(
-                f"plan: op {op} must be in the stage of op {earlier}; stages of consecutive ops may "
-                f"begin with {', '.join(map(str, model.cuts))}"
+                f"plan: op {op} must be in the stage of op {earlier}; stages of consecutive ops "
+                f"may begin with {', '.join(map(str, model.cuts))}"
             )

@@ -119,9 +119,9 @@ def _steps_line(prepared: Prepared, order: str) -> str:
 
 def _small_chunks_line(prepared: Prepared) -> list[str]:
     """Return a line that chunks are too small to pay, if they are."""
-    plan, ops = prepared.plan, prepared.model_graph.aggregations
+    plan, ops = prepared.plan, prepared.model_graph.ops
     rows = prepared.graph.num_vertices // (plan.chunks * plan.most_shards)
-    width = max((op.push_width for op in ops), default=0)
+    width = max(sum(op.outputs.values()) for op in ops)
     if rows * width >= SMALL_CHUNK:
         return []
     return [

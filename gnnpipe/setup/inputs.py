@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -482,7 +481,7 @@ def settled_config(config: TrainConfig, plan: Plan) -> TrainConfig:
 
 
 def _check_weights(
-    config: TrainConfig, num_features: int, num_classes: int, settings: Mapping[str, Any]
+    config: TrainConfig, num_features: int, num_classes: int, settings: dict[str, Any]
 ) -> None:
     """``InputError`` if the weights of the config's model alone exceed this machine's memory."""
 

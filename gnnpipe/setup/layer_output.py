@@ -19,7 +19,8 @@ def ends_at(model: nn.Module, layer: str) -> nn.Module:
 
     Args:
         model: Any module that takes features and edges.
-        layer: Path of the layer in the model, as ``named_modules`` has it, such as 'convs.0'. Of a layer that is called several times, the first call counts.
+        layer: Path of the layer in the model, as ``named_modules`` has it, such as 'convs.0'. Of a
+            layer that is called several times, the first call counts.
 
     Raises:
         InputError: The model has no such layer.

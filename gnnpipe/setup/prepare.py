@@ -105,8 +105,8 @@ def prepare(
     # Before the partition, which may take long, so that an unusable model is refused at once.
     must_record = config.require_capture or config.chunks * ranks_of(config, planner) > 1
     with Step("recording the model", config.quiet, world.rank == 0):
-        graph, model, digest = _with_inputs(config, world, graph, model, digest)
-        chosen = choose_model(model, config, graph, world, dtype, must_record)
+        graph, module, digest = _with_inputs(config, world, graph, model, digest)
+        chosen = choose_model(module, config, graph, world, dtype, must_record)
     given = without_unread(graph, chosen, world)
     graph = with_edge_work(given, chosen, config, world)
     described = describe(chosen, graph)
@@ -257,17 +257,17 @@ def _common_digest(graph: Graph, world: World) -> str:
 
 def _with_inputs(
     config: TrainConfig, world: World, graph: Graph, model: nn.Module | None, digest: str
-) -> tuple[Graph, nn.Module | None, str]:
+) -> tuple[Graph, nn.Module, str]:
     """Returns the graph whose features hold all that is an input of the model, and the model.
 
     Labels and data of vertices become features. The digest counts data of vertices that is read.
     """
     graph = with_label_inputs(graph, config)
-    model = made_model(model, config, graph)
-    graph = with_vertex_data(graph, model)
+    module = made_model(model, config, graph)
+    graph = with_vertex_data(graph, module)
     # Every rank takes part, also one whose graph has no such data.
     common = _common_digest(graph, world)
-    return graph, model, common if graph.vertex_columns else digest
+    return graph, module, common if graph.vertex_columns else digest
 
 
 def _reading_time_s(dataset: str) -> float | None:

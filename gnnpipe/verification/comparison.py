@@ -30,7 +30,6 @@ from gnnpipe.config.validation import check_verifiable
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.operators import SUM
-from gnnpipe.models import Model
 from gnnpipe.optim.lr_schedule import LearningRate
 from gnnpipe.run.exact_epochs import ExactEpochs
 from gnnpipe.runtime.comm.mesh import Mesh

@@ -1,8 +1,9 @@
 """Reference model for stale epochs.
 
-The recording of a model decides which rows lie in a history table. A pass with stale rows therefore runs the steps of the run's own stage module, as one stage
-on all vertices of the given graph. Nothing else of the runtime is shared: rows are gathered edge by
-edge, and autograd computes the gradients.
+The recording of a model decides which rows lie in a history table. A pass with stale rows therefore
+runs the steps of the run's own stage module, as one stage on all vertices of the given graph.
+Nothing else of the runtime is shared: rows are gathered edge by edge, and autograd computes the
+gradients.
 
 Shapes: N vertices, F columns.
 """

@@ -215,12 +215,7 @@ def test_a_field_that_is_given_twice_is_refused(tmp_path, capsys):
 
 SIMULATED = ["simulate", *SMALL, "--profile", "profile.json"]
 PROFILES = {
-    "another model": (
-        {"model": "sage"},
-        (),
-        None,
-        ["has no op like ", "only sage", "take one"],
-    ),
+    "another model": ({"model": "sage"}, (), None, ["has no op like ", "only sage", "take one"]),
     "another width": ({"hidden": 16}, (), None, ["has no op like ", "but one with push 16"]),
     "another graph": ("small graph", (), None, ["has no op like ", "dataset and the model"]),
     "no ops": ({}, ("compute", 0, "ops"), {}, ["has no op like ", "only none; take one"]),

@@ -14,14 +14,14 @@ from gnnpipe.errors import InputError
 from gnnpipe.models import GAT, MODELS
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sorted(MODELS))
 def test_settings_of_a_model_are_fields_of_the_config(name):
     first, second, *settings = inspect.signature(MODELS[name]).parameters
     assert (first, second) == ("num_features", "num_classes")
     assert {*settings} <= {f.name for f in dataclasses.fields(TrainConfig)}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sorted(MODELS))
 def test_a_model_is_a_short_file(name):
     """A user reads it as an example of a model of their own."""
     file = Path(gnnpipe.models.__file__).with_name(f"{name}.py")
@@ -38,7 +38,7 @@ def test_heads_divide_the_width():
         GAT(7, 3, layers=2, hidden=8, dropout=0.0, heads=3)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sorted(MODELS))
 @pytest.mark.parametrize("layers", [1, 2, 5])
 def test_the_same_module_passed_in_trains_alike(name, layers):
     config = quick_config(model=name, layers=layers, hidden=8, dropout=0.5, epochs=2)

@@ -9,7 +9,7 @@ from helpers import quick_config, run_ranks, small_graph
 from torch import nn
 from torch_geometric.nn import GATConv, GCNConv, MessagePassing, SAGEConv, SimpleConv
 
-from gnnpipe import InputError, Trainer
+from gnnpipe import Trainer
 from gnnpipe.cli.main import main
 from gnnpipe.ops import bf16_matmul, norm_relu_blocks
 from gnnpipe.ops.norm_relu import NormReluOptions, gcnii_mix, norm_relu

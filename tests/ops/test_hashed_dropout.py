@@ -213,7 +213,7 @@ def test_a_mask_keeps_no_mask_of_other_chunks():
             assert found.kept.untyped_storage().nbytes() == 100 * 64 * (2 if start else 1)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_dropout_has_a_site_of_its_own(name, monkeypatch):
     sites = []
 

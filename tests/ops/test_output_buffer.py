@@ -103,7 +103,9 @@ def test_empty_chunk_has_an_empty_buffer():
 def test_error_if_other_rows_are_pushed():
     buffer = OutputBuffer.of(torch.zeros(6, 3), 2, 5)
     buffer.check({"aggregate": buffer.rows})
-    with pytest.raises(TypeError, match=r"aggregate: .* pushes other rows than rows\.output_buffer"):
+    with pytest.raises(
+        TypeError, match=r"aggregate: .* pushes other rows than rows\.output_buffer"
+    ):
         buffer.check({"aggregate": buffer.rows.clone()})
 
 

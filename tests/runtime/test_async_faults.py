@@ -11,16 +11,7 @@ import torch.nn.functional as F
 from async_gcn import stages_of
 from helpers import quick_config, run_ranks, small_graph
 from resume_runs import config, table
-from test_async_on_ranks import (
-    CHUNKS,
-    EPOCHS,
-    EVERY,
-    LR,
-    WIDTH,
-    dropped,
-    loss_of,
-    reference_of,
-)
+from test_async_on_ranks import CHUNKS, EPOCHS, EVERY, LR, WIDTH, dropped, loss_of, reference_of
 
 from gnnpipe import Trainer
 from gnnpipe.run.resume import resumed_config

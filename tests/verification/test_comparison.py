@@ -16,11 +16,7 @@ from gnnpipe.ops.hashed_dropout import Mask
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.grad_clip import GradClip
 from gnnpipe.setup import prepare, structures
-from gnnpipe.verification.comparison import (
-    compare_epochs,
-    reference_of,
-    relative_difference,
-)
+from gnnpipe.verification.comparison import compare_epochs, reference_of, relative_difference
 
 BUILT_IN = ("gcn", "sage", "gcnii", "resgcn", "gat")
 

@@ -1,4 +1,4 @@
-"""Which recorded calls launch the same kernels in every epoch, so that a CUDA graph can replay them.
+"""Which recorded calls a CUDA graph can replay: they launch the same kernels in every epoch.
 
 A call that is not listed may read a number that was computed, or Python state that changes.
 """
