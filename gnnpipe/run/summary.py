@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from gnnpipe.collectives import DEFAULT_COLLECTIVES
+from gnnpipe.models import MODELS
 from gnnpipe.output import human_bytes
 from gnnpipe.perf.memory import ON_TOP, MemoryEstimate
 from gnnpipe.plan import RowWay
@@ -48,8 +49,7 @@ def head_lines(prepared: Prepared) -> list[str]:
         f"{'edges' if graph.is_symmetric else 'directed edges'}, "
         f"{graph.feature_text}, {graph.label_text}, "
         f"split {split[0]:,}/{split[1]:,}/{split[2]:,}",
-        f"model {prepared.model.name}: {prepared.model.size_text}, "
-        f"{prepared.model_graph.num_parameters:,} parameters",
+        f"model {_model_text(prepared)}, {prepared.model_graph.num_parameters:,} parameters",
         f"shape: {_count(plan.num_stages, 'stage')} x {plan.shards_text} "
         f"shard{'s' * (plan.shards_text != '1')} x "
         f"{_count(plan.chunks, 'chunk')} on {_count(plan.num_ranks, 'rank')}, "
@@ -96,6 +96,14 @@ def head_lines(prepared: Prepared) -> list[str]:
     if plan.chunks == 1 and prepared.program.steps_by_chunk:
         lines.append(f"schedule {plan.schedule}: one chunk is the full batch; try --chunks 32")
     return lines
+
+
+def _model_text(prepared: Prepared) -> str:
+    """Return the name and the size of the model."""
+    config, model = prepared.config, prepared.model
+    if config.model in set(MODELS):
+        return f"{config.model}: {config.layers} layers x {config.hidden}, {model.size_text}"
+    return f"{model.name}: {model.size_text}"
 
 
 def _ways_line(prepared: Prepared) -> str:

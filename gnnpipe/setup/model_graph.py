@@ -10,7 +10,7 @@ from gnnpipe.capture import RecordedModel, WholeModel
 from gnnpipe.capture.link_decoder import PAIR_SCORES, PairModel
 from gnnpipe.capture.markers import is_mean, of_vertices
 from gnnpipe.capture.recording import Recording
-from gnnpipe.capture.stage.stage_module import Cut, made_in_table
+from gnnpipe.capture.stage.stage_module import Cut, made_in_table, overwrites_received
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.operators import SUM
 from gnnpipe.graph.pairs import PAIRS
@@ -163,9 +163,11 @@ def _kept(
         # An unchanged convolution reads a copy of the table's rows.
         of_read = found.width + found.kept_per_read_row
         return of_read + width * (facts.memory.is_kept or waits) + found.kept_per_row
-    # Aggregated rows are kept until the step's backward.
+    # Aggregated rows are kept until the step's backward, but for those that are written over.
+    (reader,) = call.users if len(call.users) == 1 else (None,)
+    is_over = found is not None and reader is not None and overwrites_received(reader)
     is_kept = facts.memory.is_kept or waits or found is not None
-    return beside + width * (is_kept and not is_mean(call))
+    return beside + width * (is_kept and not is_mean(call) and not is_over)
 
 
 def _kept_recomputed(call: fx.Node, found: Aggregation | None, handed_on: int) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gnnpipe.capture.fx_names import FEATURES, attribute, is_input
-from gnnpipe.capture.markers import in_training, is_mean, is_sum, of_all
+from gnnpipe.capture.markers import aggregate, in_training, is_mean, is_sum, of_all
 from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.rules.norms import update_running_statistics
 from gnnpipe.capture.stage.block_conv import BlockConv
@@ -222,6 +222,15 @@ def made_in_table(cut: Cut, step: int) -> fx.Node | None:
         is_made = is_made and all(statistic in cut.depth for statistic in value.args[1:3])
     is_plain = op not in cut.blocks and not is_mean(op) and not is_sum(op)
     return value if is_made and is_plain and not others else None
+
+
+def overwrites_received(call: fx.Node) -> bool:
+    """Whether a fused call computes in the memory of the aggregated rows that it reads."""
+    received: Any = call.args[0] if call.target is gcnii_norm_relu else None
+    if received is None or received.target is not aggregate or len(received.users) > 1:
+        return False
+    # Aggregated features may be computed once for all epochs, and must stay as they are.
+    return not is_input(received.all_input_nodes[0], FEATURES)
 
 
 def _may_choose(cut: Cut, step: int) -> bool:
@@ -433,11 +442,8 @@ class _Writer:
             copied.args = (rows, *copied.args)
             copied.kwargs = {**copied.kwargs, "is_pushed": call is self.in_table}
         if call.target is gcnii_norm_relu:
-            received: Any = call.args[0]
-            # Aggregated features may be computed once for all epochs, and must stay as they are.
-            is_alone = received in self._received and len(received.users) == 1
-            is_alone = is_alone and not is_input(received.all_input_nodes[0], FEATURES)
-            copied.kwargs = {**copied.kwargs, "overwrites": is_alone}
+            is_here = call.args[0] in self._received
+            copied.kwargs = {**copied.kwargs, "overwrites": is_here and overwrites_received(call)}
         return copied
 
     def _rounded_linear(self, call: fx.Node) -> fx.Node:
