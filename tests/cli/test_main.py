@@ -354,7 +354,8 @@ def test_what_a_run_on_a_gpu_takes_is_told_without_one(capsys):
     assert main(["info", *SMALL, *shape, *words]) == 0
     there = capsys.readouterr().out
     assert "x 8 chunks on 1 rank" in there
-    assert "rank 0 (layers 0-1): " in there
+    # Of each of the 2 layers the product, the sum over neighbours and the rest.
+    assert "rank 0 (ops 0-5): " in there
 
 
 @pytest.mark.parametrize(("epochs", "told"), [("23", True), ("24", False)])

@@ -21,8 +21,8 @@ GONE = object()
 PLAN = {
     "version": 6,
     "stages": [
-        {"ops": [0, 1], "ranks": [0, 1], "shares": [0.7, 0.3]},
-        {"ops": [2, 3], "ranks": [2], "shares": [1.0]},
+        {"ops": [0, 1, 2, 3, 4], "ranks": [0, 1], "shares": [0.7, 0.3]},
+        {"ops": [5, 6, 7, 8, 9], "ranks": [2], "shares": [1.0]},
     ],
     "chunks": 2,
     "schedule": "layer-sync",
@@ -90,8 +90,12 @@ PLANS = {
         GONE,
         ["stages[0]: ranks is missing", "ops, ranks, shares"],
     ),
-    "op twice": ((*STAGE, "ops"), [0, 1, 2], ["stages[1]: ops [2, 3]: op 2 is in stages[0], too"]),
-    "op missing": ((*STAGE, "ops"), [0], ["op 1 is in no stage", "op 3 is in stages[1]"]),
+    "op twice": (
+        (*STAGE, "ops"),
+        [0, 1, 2, 3, 4, 5],
+        ["stages[1]: ops [5, 6, 7, 8, 9]: op 5 is in stages[0], too"],
+    ),
+    "op missing": ((*STAGE, "ops"), [0], ["op 1 is in no stage", "op 9 is in stages[1]"]),
     "ops descend": ((*STAGE, "ops"), [1, 0], ["stages[0]: ops [1, 0]: must ascend; try [0, 1]"]),
     "no ops": ((*STAGE, "ops"), [], ["stages[0]: ops []: is empty", "leave the stage out"]),
     "share too few": ((*STAGE, "shares"), [1.0], ["stages[0]: shares [1.0]: 1 for 2 ranks"]),
@@ -126,10 +130,14 @@ PLANS = {
         ["collectives: 'shard_sun'", "?"],
     ),
     "way unknown": (("ways",), {"1": "column"}, ["ways: 1 'column': must be one of halo, gather"]),
-    "way of no op": (("ways",), {"9": "columns"}, ["ways: 9: must be an op from 0 to 3"]),
-    "way of a name": (("ways",), {"gcn1": "columns"}, ["ways: 'gcn1': must be a whole number"]),
+    "way of no op": (("ways",), {"10": "columns"}, ["ways: 10: must be an op from 0 to 9"]),
+    "way of a name": (("ways",), {"drop": "columns"}, ["ways: 'drop': must be a whole number"]),
     "way with a zero": (("ways",), {"01": "halo"}, ["ways: '01': must be", "leading zeros"]),
-    "way without shards": (("ways",), {"2": "columns"}, ["ways: columns: layer 2", "single rank"]),
+    "way without shards": (
+        ("ways",),
+        {"5": "columns"},
+        ["ways: columns: op 5 (aggregate_2)", "single rank"],
+    ),
     "ways a list": (("ways",), ["halo"], ["ways ['halo']: must be an object"]),
     "version old": (
         ("version",),
@@ -138,11 +146,20 @@ PLANS = {
     ),
     "version of text": (("version",), "6", ["version '6': another gnnpipe"]),
     "version left out": (("version",), GONE, ["version is missing", "plan.json of a run"]),
-    "stages not convex": ((*STAGE, "ops"), [0, 1, 2, 3, 4], ["op 2 is in stages[0], too"]),
+    "stages not convex": (
+        ("stages",),
+        [
+            {"ops": [0, 1, 2, 3, 5], "ranks": [0], "shares": [1.0]},
+            {"ops": [4, 6, 7, 8, 9], "ranks": [1], "shares": [1.0]},
+        ],
+        ["stage 0 is not convex", "op 4 between them is in stage 1"],
+    ),
     "model of fewer layers": (
         ("stages", 1, "ops"),
-        [2],
-        ["is for 3 layers, and gcn has 4; try --layers 3, --plan uniform or --plan auto"],
+        [5, 6, 7],
+        [
+            "is for 8 ops, and GCN has 10; try the --layers that the plan was made with, --plan uniform or --plan auto"
+        ],
     ),
 }
 
@@ -215,8 +232,25 @@ def test_a_field_that_is_given_twice_is_refused(tmp_path, capsys):
 
 SIMULATED = ["simulate", *SMALL, "--profile", "profile.json"]
 PROFILES = {
-    "another model": ({"model": "sage"}, (), None, ["has no op like ", "only sage", "take one"]),
-    "another width": ({"hidden": 16}, (), None, ["has no op like ", "but one with push 16"]),
+    # SAGE's inner layers have two products of 8 x 8, GCN's have one.
+    "another model": (
+        {"model": "sage"},
+        (),
+        None,
+        ["has no op like drop_1 (drop, out 8, flops 128 a row), but one with flops", "take one"],
+    ),
+    "a model without its convolution": (
+        {"model": "gat"},
+        (),
+        None,
+        ["has no op like linear (linear, ", "only ", "model_convs", "take one"],
+    ),
+    "another width": (
+        {"hidden": 16},
+        (),
+        None,
+        ["has no op like linear (linear, out 8", "but one with out 16", "take one"],
+    ),
     "another graph": ("small graph", (), None, ["has no op like ", "dataset and the model"]),
     "no ops": ({}, ("compute", 0, "ops"), {}, ["has no op like ", "only none; take one"]),
     "another number type": (
@@ -294,7 +328,7 @@ def test_a_plan_of_more_ranks_says_how_to_start_them(command, tmp_path, capsys, 
 
 def test_a_resumed_run_names_the_plan_in_its_folder(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    alone = changed(PLAN, ("stages",), [{"ops": [0, 1, 2, 3], "ranks": [0], "shares": [1.0]}])
+    alone = changed(PLAN, ("stages",), [{"ops": [*range(10)], "ranks": [0], "shares": [1.0]}])
     (tmp_path / "plan.json").write_text(json.dumps(alone))
     run = ["--epochs", "2", "--checkpoint-every", "2", "--no-predict", "--quiet", "--out", "run"]
     assert main(["train", *SMALL, "--plan", "plan.json", *run]) == 0
@@ -302,7 +336,9 @@ def test_a_resumed_run_names_the_plan_in_its_folder(tmp_path, capsys, monkeypatc
     again = ["train", "--resume", "run", "--epochs", "4", "--quiet"]
     for plan, words in {
         json.dumps(PLAN): "need 3 ranks, not 1; try --plan auto or --plan uniform",
-        json.dumps(changed(alone, ("stages", 0, "ops"), [0, 1, 2])): "is for 3 layers, and gcn has",
+        json.dumps(
+            changed(alone, ("stages", 0, "ops"), [*range(8)])
+        ): "is for 8 ops, and GCN has 10",
         json.dumps(alone | {"chunk": 2}): "'chunk' is not a field; did you mean 'chunks'?",
         "": "not JSON",
     }.items():

@@ -1,6 +1,7 @@
 """In training the last aggregation computes only the loss rows; results do not change."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -240,6 +241,16 @@ def test_only_loss_rows_are_computed(name, chunks, monkeypatch):
     assert not rows
 
 
+def last_aggregation(model):
+    """The index of the last op that aggregates."""
+    return max(i for i, op in enumerate(model.ops) if op.aggregates)
+
+
+def from_last_aggregation(model):
+    """The names of the last aggregation and of the ops behind it, in a model of one chain."""
+    return {op.name for op in model.ops[last_aggregation(model) :]}
+
+
 def loss_rows(graph, name="gcn", model=None, **settings):
     config = quick_config(**({} if model else settings_of(name)), **settings)
     return prepare(config, Mesh.alone(), graph, model).loss_rows
@@ -247,7 +258,11 @@ def loss_rows(graph, name="gcn", model=None, **settings):
 
 def test_conditions_of_loss_rows():
     graph = sparse_graph()
-    assert loss_rows(graph).ops == {"gcn2"}
+    gcn = prepare(quick_config(**settings_of("gcn")), Mesh.alone(), graph).model_graph
+    # The product is before the aggregation, because it makes the rows narrower; the bias is behind.
+    assert gcn.ops[last_aggregation(gcn) - 1].flops_per_row
+    assert loss_rows(graph).ops == from_last_aggregation(gcn)
+    assert len(loss_rows(graph).ops) == 2
     assert (loss_rows(graph).rows, loss_rows(graph).edges) == (
         graph.train_mask.sum(),
         graph.degrees[graph.train_mask].sum(),
@@ -261,7 +276,9 @@ def test_conditions_of_loss_rows():
     assert loss_rows(replace(graph, train_mask=np.arange(120) < 91)) == ALL_ROWS
     # Attention is no product, and what aggregates once for all epochs makes nothing.
     assert loss_rows(graph, "gat") == ALL_ROWS
-    alone = prepare(quick_config(layers=1, hidden=16), Mesh.alone(), graph)
+    few_features = sparse_graph(features=3)
+    assert loss_rows(few_features).ops
+    alone = prepare(quick_config(layers=1, hidden=16), Mesh.alone(), few_features)
     assert alone.precomputed
     assert alone.loss_rows == ALL_ROWS
     links = split_links(small_graph(n=120, degree=3), "60/20/20", seed=0)
@@ -317,10 +334,16 @@ def test_ops_of_the_last_stage_alone():
     prepared = prepare(quick_config(**settings_of("gcnii")), Mesh.alone(), sparse_graph())
     model, n = prepared.model_graph, 120
     counts = LossRows(30, 90)
-    for first in range(3):
-        assert choose_loss_rows(model, range(first, 3), counts, n).ops == {"gcnii2"}
-    assert choose_loss_rows(model, range(3), counts, n, {"gcnii2"}) == ALL_ROWS
-    assert choose_loss_rows(model, range(3), LossRows(91, 90), n) == ALL_ROWS
+    last, end = last_aggregation(model), model.num_ops
+    for first in range(last + 1):
+        found = choose_loss_rows(model, range(first, end), counts, n)
+        assert found.ops == from_last_aggregation(model)
+    # Without an aggregation a stage makes all rows: those it reads are given for all.
+    for first in range(last + 1, end):
+        assert choose_loss_rows(model, range(first, end), counts, n) == ALL_ROWS
+    precomputed = {model.ops[last].name}
+    assert choose_loss_rows(model, range(end), counts, n, precomputed) == ALL_ROWS
+    assert choose_loss_rows(model, range(end), LossRows(91, 90), n) == ALL_ROWS
 
 
 def test_transpose_of_some_rows():
@@ -342,7 +365,8 @@ def test_memory_and_predictions_count_loss_rows(shards, monkeypatch):
     settings = {**settings_of("gcnii"), "dtype": "float32", "chunks": 4, "shards": shards}
     prepared = prepare(quick_config(**settings), Mesh.alone(), sparse_graph())
     sizes = chunk_sizes(prepared).stages[0]
-    last = prepared.model_graph.ops[-1]
+    model = prepared.model_graph
+    first, last = model.aggregations[0], model.aggregations[-1]
     graph, train = prepared.graph, prepared.loss_row_mask
     rows, edges, _ = sizes.columns(last, Side.AFTER)
     assert (rows.sum(), edges.sum()) == (train.sum(), graph.degrees[train].sum())
@@ -351,15 +375,21 @@ def test_memory_and_predictions_count_loss_rows(shards, monkeypatch):
     # Brought back to a chunk is what its rows are read for, whoever reads them.
     read = graph.indices[np.repeat(train, graph.degrees)]
     assert edges.sum(0).tolist() == np.bincount(prepared.chunking.chunk_of_row()[read]).tolist()
-    rows, edges, _ = sizes.columns(prepared.model_graph.ops[0], Side.AFTER)
+    rows, edges, _ = sizes.columns(first, Side.AFTER)
     assert (rows.sum(), edges.sum()) == (graph.num_vertices, graph.num_edges)
+    limited = [op for op in model.ops if op.name in from_last_aggregation(model)]
+    for op in limited[1:]:
+        rows, edges, _ = sizes.columns(op, Side.AFTER)
+        assert (rows.sum(), edges.sum()) == (train.sum(), 0)
     few = memory_by_rank(prepared)
     monkeypatch.setattr(loss_rows_module, "choose_loss_rows", lambda *_, **__: ALL_ROWS)
     every = memory_by_rank(prepare(quick_config(**settings), Mesh.alone(), sparse_graph()))
     spared = graph.num_vertices - train.sum()
     # Among all layers the aggregated row has a table with its gradient, by itself it has not.
     in_table = last.push_width * graph.num_vertices
-    saved = 4 * (last.kept_per_row * spared - in_table)
+    # The rows of the encoder that the last layer mixes in are copied: 16 numbers.
+    kept = sum(op.kept_per_row for op in limited)
+    saved = 4 * (kept * spared - in_table - 16 * train.sum())
     assert sum(e.activations - f.activations for e, f in zip(every, few, strict=True)) == saved
     extra = 8 * 2 * (graph.degrees[train].sum() + train.sum())
     layouts = [shard_layout(graph, prepared.chunking, shard) for shard in range(shards)]
@@ -372,7 +402,17 @@ def test_memory_and_predictions_count_loss_rows(shards, monkeypatch):
 
 def test_depths_are_steps():
     model = prepare(quick_config(**settings_of("gcnii")), Mesh.alone(), sparse_graph()).model_graph
-    assert model.depths(range(3)) == [1, 2, 3]
-    assert model.depths(range(1, 3)) == [1, 2]
-    sides = [[part.side for part in one] for one in step_parts(model, range(1, 3))]
+    aggregates = [op.aggregates for op in model.ops]
+    assert sum(aggregates) == 3
+    second = [i for i, found in enumerate(aggregates) if found][1]
+    assert model.depths(range(model.num_ops)) == list(accumulate(aggregates))
+    assert model.depths(range(second, model.num_ops)) == list(accumulate(aggregates[second:]))
+    parts = step_parts(model, range(second, model.num_ops))
+    sides = [[part.side for part in one if aggregates[part.op]] for one in parts]
     assert sides == [["before"], ["after", "before"], ["after"]]
+    # Row-wise ops have the part behind alone, in the step of the aggregation before them.
+    row_wise = [part for one in parts for part in one if not aggregates[part.op]]
+    assert {part.side for part in row_wise} == {"after"}
+    assert [part.op for part in row_wise] == [
+        i for i in range(second, model.num_ops) if not aggregates[i]
+    ]

@@ -255,7 +255,7 @@ def test_aggregations_over_the_same_matrix_share_one_product():
 def test_edges_of_a_precomputed_op_take_no_time(chunks):
     prepared = prepare(config("sage", chunks=chunks), Mesh.alone(), small_graph(3000, features=8))
     sizes = chunk_sizes(prepared).stages[0]
-    first, second = prepared.model_graph.ops[:2]
+    first, second = prepared.model_graph.aggregations[:2]
     assert bool(sizes.columns(first, Side.AFTER)[1].any()) == (chunks > 1)
     assert sizes.columns(second, Side.AFTER)[1].any()
     fitted = fit_costs(measure_steps(prepared, CPU))
