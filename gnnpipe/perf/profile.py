@@ -324,10 +324,12 @@ def op_kind(op: Op) -> str:
 
     >>> op_kind(Op("gcn3", ("gcn2.x",), {"gcn3.x": 16}, 272, 512, push_width=16))
     'gcn, push 16, out 16, flops 512 a row'
+    >>> op_kind(Op("model_convs_2_lin", ("drop_1",), {"model_convs_2_lin": 16}, 256, 512))
+    'model_convs_lin, out 16, flops 512 a row'
     """
     if op.kind:
         return op.kind
-    stem = re.sub(r"[_\d]+$", "", op.name)
+    stem = re.sub(r"_*\d+", "", op.name)  # 'part_1_of_convs_2': without the numbers of layers
     parts = [stem]
     if op.push_width:
         parts.append(f"push {op.push_width}" if op.moves else f"push {op.push_width} of features")

@@ -158,7 +158,8 @@ PLANS = {
         ("stages", 1, "ops"),
         [5, 6, 7],
         [
-            "is for 8 ops, and GCN has 10; try the --layers that the plan was made with, --plan uniform or --plan auto"
+            "is for 8 ops, and GCN has 10; try the --layers that the plan was made with, "
+            "--plan uniform or --plan auto"
         ],
     ),
 }

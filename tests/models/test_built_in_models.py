@@ -12,6 +12,9 @@ from gnnpipe import Trainer
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.models import GAT, MODELS
+from gnnpipe.perf.profile import op_kind
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.prepare import prepare
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -36,6 +39,18 @@ def test_a_name_is_registered_once():
 def test_heads_divide_the_width():
     with pytest.raises(InputError, match="heads 3: does not divide hidden 8"):
         GAT(7, 3, layers=2, hidden=8, dropout=0.0, heads=3)
+
+
+@pytest.mark.parametrize("features", [7, 9])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_profile_of_three_layers_knows_the_ops_of_more(name, features):
+    def kinds(layers):
+        config = quick_config(model=name, layers=layers, hidden=8)
+        graph = small_graph(features=features)
+        prepared = prepare(config, Mesh.alone(), graph)
+        return {op_kind(op) for op in prepared.model_graph.ops}
+
+    assert kinds(3) == kinds(4) == kinds(6)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -229,21 +229,28 @@ def test_warning_if_a_model_has_nothing_to_round():
 
 
 @pytest.mark.parametrize(
-    ("model", "layers", "sparse", "is_any"),
+    ("model", "layers", "hidden", "sparse", "is_any"),
     [
-        ("gcn", 3, True, True),
-        ("gcn", 2, True, False),
-        ("gcn", 2, False, True),
-        ("sage", 2, True, False),
-        ("gat", 2, True, True),
-        ("gat", 1, True, False),
-        ("resgcn", 1, True, True),
-        ("gcnii", 1, True, True),
-        ("sage", 1, False, True),
+        # Of 7 features, which are not wider, the sums over neighbours are dense and multiplied.
+        ("gcn", 2, 8, True, True),
+        ("sage", 2, 8, True, True),
+        # Wider ones are multiplied first, as they are; the other product gives the scores.
+        ("gcn", 2, 4, True, False),
+        ("sage", 2, 4, True, False),
+        ("gcn", 2, 4, False, True),
+        ("sage", 2, 4, False, True),
+        ("gcn", 3, 4, True, True),
+        # The products of a single layer give the scores.
+        ("gcn", 1, 8, False, False),
+        ("sage", 1, 8, False, False),
+        ("gat", 2, 8, True, True),
+        ("gat", 1, 8, True, False),
+        ("resgcn", 1, 8, True, True),
+        ("gcnii", 1, 8, True, True),
     ],
 )
 def test_warning_if_a_built_in_model_has_nothing_to_round(
-    model, layers, sparse, is_any, monkeypatch
+    model, layers, hidden, sparse, is_any, monkeypatch
 ):
     monkeypatch.setattr("gnnpipe.setup.inputs.is_worth_rounding", lambda *_: True)
     counted, real = [], bf16_matmul.rounded
@@ -255,7 +262,7 @@ def test_warning_if_a_built_in_model_has_nothing_to_round(
     for module in ("bf16_matmul", "norm_relu"):
         monkeypatch.setattr(f"gnnpipe.ops.{module}.rounded", note)
     config = quick_config(
-        dtype="float32", matmul_dtype="bf16", model=model, layers=layers, hidden=8, epochs=1
+        dtype="float32", matmul_dtype="bf16", model=model, layers=layers, hidden=hidden, epochs=1
     )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -263,10 +263,11 @@ def test_parts_that_do_not_fit_are_refused():
     graph = small_graph()
     config = TrainConfig(layers=3, hidden=8, out="off", cache_dir="off")
     other = Trainer(config, graph=small_graph(features=9)).model
-    with pytest.raises(InputError, match="num_features = 9"):
+    with pytest.raises(InputError, match="takes 9 features, but graph 'small' has 7"):
         Trainer(config, graph=graph, model=other).fit()
     plan = Trainer(config, graph=graph).plan
-    with pytest.raises(InputError, match="plan: is for 3 layers, and gcn has 4"):
+    # An inner layer is a sum over neighbours and the rest; the last has a product before both.
+    with pytest.raises(InputError, match="plan: is for 7 ops, and GCN has 9"):
         Trainer(TrainConfig(layers=4, out="off"), graph=graph, plan=plan).fit()
     stale = Trainer(replace(config, chunks=2), graph=graph).plan
     with pytest.raises(InputError, match="--staleness exact allows none"):
