@@ -431,7 +431,11 @@ class RankMemory:
             for step in range(made, read):
                 found[step] += width * self.sizes.own_rows[vertex_type]
 
-        # By value: width, vertex type, and the step that makes the value.
+        # Values made in an unrounded table take no further memory in the step that reads the table.
+        in_tables = {op.push_maker for op in self.pushing if op.name not in self.by_columns}
+        if self.settings.rounds_rows or self.is_alone:
+            in_tables.clear()  # the table holds other rows, or is freed when it is read
+        # By value: width, vertex type, and the first step after which the value waits.
         made = {
             name: (width, t.types.get(name, ""), 0)
             for t in self.dag.receives(self.stage)
@@ -445,7 +449,8 @@ class RankMemory:
                 last_read[name] = max(last_read.get(name, 0), depth - op.aggregates)
             # A value that is the same for all rows is a single row, which is negligible.
             if not op.is_one_row:
-                made |= {name: (width, op.vertex_type, depth) for name, width in op.outputs.items()}
+                waits = depth + (op.name in in_tables)
+                made |= {name: (width, op.vertex_type, waits) for name, width in op.outputs.items()}
         for name, value in made.items():
             keep(*value, last_read.get(name, 0))
         # Values that leave the stage, or the model, are kept to the end.

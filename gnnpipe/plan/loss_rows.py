@@ -27,6 +27,9 @@ class LossRows:
     """Edges into the loss rows."""
     ops: frozenset[str] = frozenset()
     """Names of the ops whose values have loss rows only; empty: all ops compute all rows."""
+    copied: frozenset[str] = frozenset()
+    """Names of the earlier ops whose values only ``ops`` read in a later step, as copies of the
+    loss rows."""
 
     def rows_of(self, op: str, num_rows: int) -> int:
         """Return the rows that ``op`` computes; an op without a limit computes ``num_rows``."""
@@ -35,8 +38,11 @@ class LossRows:
     def kept_numbers(self, op: Op, num_rows: int, recompute: bool) -> int:
         """Return the numbers that ``op`` keeps until backward.
 
-        An op that is not limited to loss rows computes ``num_rows`` rows.
+        An op that is not limited to loss rows computes ``num_rows`` rows. Copies of loss rows are
+        counted by ``copied_widths``.
         """
+        if recompute and op.name in self.copied:
+            return 0
         each = op.kept_per_row_recomputed if recompute else op.kept_per_row
         return each * self.rows_of(op.name, num_rows)
 
@@ -74,7 +80,29 @@ def choose_loss_rows(
         return ALL_ROWS
     if not all(_can_limit_rows(op, precomputed) for op in last_ops):
         return ALL_ROWS
-    return replace(counts, ops=frozenset(op.name for op in last_ops))
+    ops = frozenset(op.name for op in last_ops)
+    return replace(counts, ops=ops, copied=_copied(model, last_stage, depths, ops))
+
+
+def _copied(
+    model: ModelGraph, stage: Sequence[int], depths: Sequence[int], limited: Collection[str]
+) -> frozenset[str]:
+    """Return the names of the row-wise ops of a stage that only ``limited`` read in a later step.
+
+    ``depths``: the step in which each op of the stage ends; an aggregation reads a step earlier.
+    """
+    depth = dict(zip(stage, depths, strict=True))
+    found = set()
+    for i in stage:
+        later = [
+            model.ops[j]
+            for j in model.readers[i]
+            if j in depth and depth[j] - model.ops[j].aggregates > depth[i]
+        ]
+        is_row_wise = not model.ops[i].aggregates and model.ops[i].name not in limited
+        if is_row_wise and later and all(op.name in limited for op in later):
+            found.add(model.ops[i].name)
+    return frozenset(found)
 
 
 def _can_limit_rows(op: Op, precomputed: Collection[str]) -> bool:

@@ -1,6 +1,7 @@
 """The memory of evaluation equals the estimate, measured table by table."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch_geometric import nn as pyg
 
 from gnnpipe.perf import ShardSizes
 from gnnpipe.perf.memory import RankMemory
-from gnnpipe.plan import ALL_ROWS
+from gnnpipe.plan import ALL_ROWS, StageDag
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.setup.build import build_rank
@@ -140,10 +141,25 @@ def test_the_parts_of_a_sum_stay_in_training():
     assert said == 2 * parts.nbytes + 4 * HIDDEN * (N + prepared.loss_rows.rows)
 
 
-def test_a_last_stage_of_two_layers_by_hand():
-    """SAGE reads one table, fills the other, and holds what came in; a chunk is read on top."""
-    table = 4 * N * HIDDEN
-    assert counted(prepared_of("sage", 5, stages=2), stage=1) == 3 * table + table // 5
+def test_last_stages_by_hand():
+    prepared, table = prepared_of("sage", 5, stages=2), 4 * N * HIDDEN
+    model = prepared.model_graph
+    second, third, _ = (model.ops.index(op) for op in model.aggregations[1:])
+
+    def said(first):
+        (early, late), ops = prepared.plan.stages, range(model.num_ops)
+        stages = replace(early, ops=tuple(ops[:first])), replace(late, ops=tuple(ops[first:]))
+        plan = replace(prepared.plan, stages=stages)
+        return counted(replace(prepared, dag=StageDag.of(plan, model)), stage=1)
+
+    # From an aggregation on: the stage reads one table, fills the other, and holds what came in; a
+    # chunk is read on top.
+    assert said(second) == 3 * table + table // 5
+    # From the call behind it on, the rows that are read are made in the table, and are not held
+    # besides; the last table has a column for each class, and rows of full width wait for it.
+    assert said(second + 1) == 2 * table + 4 * N * 3 + table // 5
+    # One table of full width, and rows that came in or wait for the last step instead of them.
+    assert said(third) == 2 * table + 4 * N * 3 + table // 5
 
 
 class Allocated(TorchDispatchMode):

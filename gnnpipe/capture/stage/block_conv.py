@@ -199,9 +199,9 @@ class BlockConv(nn.Module):
     def attention_memory(self) -> tuple[int, int, int, int] | None:
         """Memory of GAT attention without messages; None for other convolutions.
 
-        Numbers kept for backward for each own row (attended row), edge (weight of each head, also
-        before dropout) and row of the block (mapped row), and bytes for each edge beyond its two
-        ends (``graph.blocks.Incidence``).
+        Numbers kept for backward for each own row (attended row, and the sum of the weights of each
+        head), edge (weight of each head, also before dropout) and row of the block (mapped row),
+        and bytes for each edge beyond its two ends (``graph.blocks.Incidence``).
         """
         if not (self._is_plain and is_additive(self.conv)):
             return None
@@ -209,7 +209,7 @@ class BlockConv(nn.Module):
         per_edge = 2 * heads if self.conv.dropout else heads
         width = heads * int(self.conv.out_channels)
         structure_per_edge = 24 if self.conv.add_self_loops else 8
-        return width, per_edge, 0 if is_mapped(self.conv) else width, structure_per_edge
+        return width + heads, per_edge, 0 if is_mapped(self.conv) else width, structure_per_edge
 
     def forward(
         self,
