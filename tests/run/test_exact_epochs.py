@@ -88,7 +88,7 @@ def test_the_epoch_behind_a_jump_is_exact_and_no_other(monkeypatch):
         return good
 
     monkeypatch.setattr(GradClip, "passes", noting)
-    result = Trainer(config(lr=0.3), small_graph()).fit()  # steps so long that gradients are cut
+    result = Trainer(config(lr=0.1), small_graph()).fit()  # steps so long that gradients are cut
     expected, longest = replayed(lengths)
     limited = [min(pair) for pair in zip(lengths, longest, strict=True)]
     assert stepped == pytest.approx(limited, rel=1e-6)
@@ -140,7 +140,7 @@ def test_every_shape_walks_the_same_epochs_exactly():
 def beside_the_reference(stages, shards):
     """Largest difference of any epoch, and which were exact; on every rank."""
     mesh = Mesh.join(stages, shards)
-    prepared = prepare(config(stages=stages, shards=shards, lr=0.3), mesh, small_graph())
+    prepared = prepare(config(stages=stages, shards=shards, lr=0.1), mesh, small_graph())
     walked, walk = [], Reference.train_epoch
 
     def noting(self, epoch, is_exact, max_norm):

@@ -62,7 +62,7 @@ def test_only_a_search_plans_anew():
 
 def test_a_run_keeps_the_plan_of_a_file_that_is_gone(tmp_path):
     folder, file = tmp_path / "run", tmp_path / "plan.json"
-    file.write_text(Plan((StagePlan((0, 1, 2), (0,), (1.0,)),), 2, "layer-sync").to_json())
+    file.write_text(Plan((StagePlan((*range(7),), (0,), (1.0,)),), 2, "layer-sync").to_json())
     first = [*FLAGS, "--plan", str(file), "--out", str(folder), "--checkpoint-every", "2"]
     assert main(["train", *first, "--epochs", "2"]) == 0
     file.write_text("")

@@ -358,11 +358,12 @@ def test_a_manifest_does_not_lead_out_of_its_folder(place, tmp_path):
 
 
 def test_what_the_optimizer_keeps_lies_as_its_weight_does(tmp_path, monkeypatch):
-    """The fused Adam of GPUs asks for it; the features' weight is stored column by column."""
+    """The fused Adam of GPUs asks for it; the weight of sparse features is stored by column."""
+    graph = small_graph(sparse=True)
     config = TrainConfig(
         layers=2, hidden=4, epochs=2, checkpoint_every=2, out=str(tmp_path / "run")
     )
-    Trainer(config, graph=small_graph()).fit()
+    Trainer(config, graph=graph).fit()
     seen = []
     whole = loop.load_tensors
 
@@ -374,6 +375,6 @@ def test_what_the_optimizer_keeps_lies_as_its_weight_does(tmp_path, monkeypatch)
 
     monkeypatch.setattr(loop, "load_tensors", noted)
     again = resumed_config(config.out, {"epochs": 3})
-    Trainer(again, graph=small_graph(), resume=config.out).fit()
+    Trainer(again, graph=graph, resume=config.out).fit()
     assert any(weight[0] == 1 and len(weight) == 2 for _, weight in seen)
     assert all(kept == weight for kept, weight in seen)
