@@ -234,11 +234,12 @@ def _ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers as runs.
 
     >>> _ranges([0, 1, 2, 5])
-    '0-2, 5-5'
+    '0-2, 5'
     """
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
-    return ", ".join(f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+    runs = zip(starts, ends, strict=True)
+    return ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in runs)
 
 
 def info_lines(prepared: Prepared, memory: Sequence[MemoryEstimate]) -> list[str]:

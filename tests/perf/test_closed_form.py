@@ -1,5 +1,7 @@
 """The closed form of an epoch beside the simulator, and alike shards that are simulated once."""
 
+from itertools import pairwise
+
 import pytest
 from profiles import profile_of
 
@@ -27,11 +29,13 @@ def workload(cluster=None, **changes):
 
 
 def plan_of(work, stages, shards, chunks, schedule="fill-drain", shares=None):
-    size = work.model.num_ops // stages
+    ops = range(work.model.num_ops)
+    bounds = [len(ops) * i // stages for i in range(stages + 1)]
     ranks = Placement.grid(stages, shards).stages
     shares = shares or (1 / shards,) * shards
     parts = (
-        StagePlan(tuple(range(i * size, (i + 1) * size)), ranks[i], shares) for i in range(stages)
+        StagePlan(tuple(ops[a:b]), held, shares)
+        for (a, b), held in zip(pairwise(bounds), ranks, strict=True)
     )
     return StageDag.of(Plan(tuple(parts), chunks, schedule), work.model)
 
@@ -57,11 +61,17 @@ def test_a_stage_takes_the_sum_of_its_ops():
     shape = GraphShape(1000, 4000, 16, 8)
     model = model_on_shape(config, shape)
     work = workload_of_shape(config, shape, model, Hardware(profile_of(model)))
-    # Every part of an op: 0.5 s, 1 ms a row, 1 us an edge and 0.1 us a feature, four parts.
-    # The middle layer has no features, and two chunks halve what grows with rows and edges.
-    by_hand = 4 * (0.5 + 1e-3 * 500 + 1e-6 * 2000)
-    assert ClosedForm(work, 2).stage_s([1], 1) == pytest.approx(by_hand)
-    assert ClosedForm(work, 2).stage_s([1, 2], 1) == pytest.approx(2 * by_hand)
+    # Every part of an op: 0.5 s, 1 ms a row, 1 us an edge and 0.1 us a feature. An aggregation has
+    # four parts, before and after it, forward and backward; a row-wise op two, without edges.
+    # None of these reads features, and two chunks halve what grows with rows and edges.
+    aggregation, row_wise = 4 * (0.5 + 1e-3 * 500 + 1e-6 * 2000), 2 * (0.5 + 1e-3 * 500)
+    first, second = (i for i, op in enumerate(model.ops[:-2]) if op.aggregates)
+    assert ClosedForm(work, 2).stage_s([first], 1) == pytest.approx(aggregation)
+    assert ClosedForm(work, 2).stage_s([first + 1], 1) == pytest.approx(row_wise)
+    stage = range(first, second + 1)
+    assert not any(op.aggregates for op in model.select(stage[1:-1]))
+    both = 2 * aggregation + (len(stage) - 2) * row_wise
+    assert ClosedForm(work, 2).stage_s(stage, 1) == pytest.approx(both)
 
 
 def test_a_message_takes_latency_and_bytes():

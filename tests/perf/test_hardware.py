@@ -44,22 +44,23 @@ def test_a_faster_device_and_a_faster_link_are_faster():
 def test_no_product_is_faster_than_the_sheet():
     prepared = prepared_of(model="gcn", layers=3, hidden=512)
     profile = hardware_profile("a100:10gbe", prepared.model_graph, PLAIN)
-    flops = prepared.model_graph.ops[1].flops_per_row
-    assert flops == 2 * 512 * 512
-    found = profile.compute[0].ops[op_kind(prepared.model_graph.ops[1])]
+    flops = 2 * 512 * 512  # of the second layer, the only one from hidden to hidden width
+    (op,) = (op for op in prepared.model_graph.ops if op.flops_per_row == flops)
+    found = profile.compute[0].ops[op_kind(op)]
     assert found.forward_after.per_row_s >= flops / 19.5e12
     assert found.backward_after.per_row_s >= 2 * flops / 19.5e12
 
 
 def test_an_edge_costs_by_what_is_kept_of_it():
     """As many numbers are read of a row, whatever they are cut into; weights are of each head."""
-    few, many = (
+    models = [
         prepared_of(model="gat", layers=3, hidden=64, heads=heads).model_graph for heads in (1, 8)
-    )
-    assert op_kind(few.ops[1]) != op_kind(many.ops[1])
+    ]
+    kinds = [op_kind(model.aggregations[1]) for model in models]
+    assert kinds[0] != kinds[1]
     times = [
-        hardware_profile("a100:10gbe", model, PLAIN).compute[0].ops[op_kind(model.ops[1])]
-        for model in (few, many)
+        hardware_profile("a100:10gbe", model, PLAIN).compute[0].ops[kind]
+        for model, kind in zip(models, kinds, strict=True)
     ]
     assert times[0].forward_after.per_edge_s < times[1].forward_after.per_edge_s
     assert times[0].forward_after.per_row_s == times[1].forward_after.per_row_s

@@ -100,15 +100,18 @@ def test_costs_count_the_bytes_that_are_sent(model):
 
 @pytest.mark.parametrize("staleness", ["exact", "auto"])
 def test_costs_count_the_bytes_between_stages_of_unlike_shards(staleness):
-    stages = (
-        StagePlan((0,), (0, 3), (0.5, 0.5)),
-        StagePlan((1,), (2,), (1.0,)),
-        StagePlan((2,), (1, 4, 5), (0.25, 0.25, 0.5)),
-    )
-    schedule = "layer-sync" if staleness == "exact" else "fill-drain"
+    schedule, graph = "layer-sync" if staleness == "exact" else "fill-drain", small_graph(n=90)
     config = quick_config(model="gcnii", layers=3, chunks=2, staleness=staleness)
+    model = prepare(config, Mesh.alone(), graph).model_graph
+    # A stage for each layer, which begins with the aggregation.
+    _, second, third = (i for i, op in enumerate(model.ops) if op.aggregates)
+    stages = (
+        StagePlan(tuple(range(second)), (0, 3), (0.5, 0.5)),
+        StagePlan(tuple(range(second, third)), (2,), (1.0,)),
+        StagePlan(tuple(range(third, model.num_ops)), (1, 4, 5), (0.25, 0.25, 0.5)),
+    )
     plan = GivenPlan(Plan(stages, 2, schedule))
-    prepared = prepare(config, Mesh.alone(), small_graph(n=90), planner=plan)
+    prepared = prepare(config, Mesh.alone(), graph, planner=plan)
     said, volume = predicted_bytes(prepared), prepared.volume
     found = (said["pipeline"], said["graph"], said["gradient"])
     assert found == (volume.pipeline, volume.graph, volume.gradient)
@@ -124,14 +127,21 @@ def test_costs_are_those_of_the_profile():
     rows, edges = int(sizes.rows[""][0, 1]), int(sizes.edges[""][0, 1])
     assert rows + int(sizes.rows[""][0, 0]) == 34
     assert edges + int(sizes.edges[""][0, 0]) == prepared.graph.num_edges
-    # The last op reads for the rows that the loss asks for, and makes no others.
-    assert prepared.loss_rows.ops == {"gcn1"}
+    # The last aggregation reads for the rows that the loss asks for; others are not made.
+    last = prepared.model_graph.ops[-2:]
+    assert [op.aggregates for op in last] == [True, False]
+    assert prepared.loss_rows.ops == {op.name for op in last}
     loss_rows, into_asked = int(sizes.loss_row_counts[0, 1]), int(sizes.loss_row_edges[0, 1])
     assert 0 < loss_rows < rows
-    # The middle step is of two ops: what one aggregated, and what the next one pushes.
+    # The middle step: what was aggregated, two row-wise calls, and what the next one pushes.
+    names = [op.name for op in prepared.model_graph.ops]
+    assert names == ["linear", "aggregate", "drop", "linear_1", "aggregate_1", "add_1"]
     made, pushed = 0.5 + 1e-3 * rows + 1e-6 * edges, 0.5 + 1e-3 * rows + 1e-6 * into_asked
-    assert said.step_s("F", 0, 0, 1, 1) == pytest.approx(made + pushed)
-    assert said.step_s("B", 0, 0, 1, 2) == pytest.approx(0.5 + 1e-3 * loss_rows + 1e-6 * into_asked)
+    between = 0.5 + 1e-3 * rows
+    assert said.step_s("F", 0, 0, 1, 1) == pytest.approx(made + 2 * between + pushed)
+    # The last step: what was aggregated, and the bias.
+    last_s = 0.5 + 1e-3 * loss_rows + 1e-6 * into_asked, 0.5 + 1e-3 * loss_rows
+    assert said.step_s("B", 0, 0, 1, 2) == pytest.approx(sum(last_s))
     assert said.pull_s(0, 0, 1, 1) == pytest.approx(1e-6 * into_asked)
     assert said.pull_s(0, 0, 1, 1) < said.step_s("B", 0, 0, 1, 1)
     assert said.message_s(0, 1, 10**6) == pytest.approx(1e-4 + 1e-3)
@@ -156,7 +166,8 @@ def test_a_profile_of_other_heads_is_refused():
     """Attention's time goes by its heads."""
     profile = profile_of(prepared_of(model="gat", layers=3, hidden=16, heads=2).model_graph)
     other = prepared_of(model="gat", layers=3, hidden=16, heads=4)
-    with pytest.raises(InputError, match=r"no layer like gat0 .*kept 4 an edge.*kept 2 an edge"):
+    name = other.model_graph.aggregations[0].name
+    with pytest.raises(InputError, match=rf"no op like {name} .*kept 4 an edge.*kept 2 an edge"):
         run_costs(other, profile, 1)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gnnpipe.errors import InputError
-from gnnpipe.plan import Plan, RowWay, StageDag, StagePlan, column_bounds
+from gnnpipe.plan import Plan, RowWay, StagePlan, column_bounds
 from gnnpipe.planner import GivenPlan
 from gnnpipe.run.summary import head_lines
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -25,27 +25,56 @@ def test_columns_are_divided_by_shares(width, parts):
         assert abs(last - first - width * share) <= 1 + 1e-9
 
 
-def prepared_with(ways, model="gcn", ranks=(0, 1), **settings):
-    """A run of 2 layers in one stage with these ways."""
+def model_of(model="gcn", **settings):
     config = quick_config(model=model, layers=2, hidden=8, **settings)
-    plan = Plan((StagePlan.even((0, 1), ranks),), config.chunks, "fill-drain", ways=ways)
+    return prepare(config, Mesh.alone(), small_graph()).model_graph
+
+
+def aggregations_of(model):
+    return [i for i, op in enumerate(model.ops) if op.aggregates]
+
+
+def prepared_with(ways, model="gcn", ranks=(0, 1), **settings):
+    """A run of 2 layers in one stage; ``ways``: by op, or 'first' and 'second' aggregation."""
+    config, described = quick_config(model=model, layers=2, hidden=8, **settings), model_of(model)
+    numbers = dict(zip(("first", "second"), aggregations_of(described), strict=True))
+    ways = {numbers.get(op, op): way for op, way in ways.items()}
+    stage = StagePlan.even(tuple(range(described.num_ops)), ranks)
+    plan = Plan((stage,), config.chunks, "fill-drain", ways=ways)
     plan = Plan.from_json(plan.to_json())
     return prepare(replace(config, chunks=1), Mesh.alone(), small_graph(), planner=GivenPlan(plan))
 
 
 def test_other_ops_travel_by_halo():
-    plan = prepared_with({1: RowWay.COLUMNS}).plan
-    assert [plan.way(0), plan.way(1)] == [RowWay.HALO, RowWay.COLUMNS]
+    prepared = prepared_with({"second": RowWay.COLUMNS})
+    first, second = aggregations_of(prepared.model_graph)
+    found = {op: prepared.plan.way(op) for op in range(prepared.model_graph.num_ops)}
+    assert found.pop(second) is RowWay.COLUMNS
+    assert first in found
+    assert set(found.values()) == {RowWay.HALO}
 
 
 @pytest.mark.parametrize(
     ("ways", "settings", "message"),
     [
-        ({2: RowWay.COLUMNS}, {}, r"plan: ways: 2: must be an op from 0 to 1"),
-        ({1: RowWay.COLUMNS}, {"model": "gat"}, r"columns: layer 1 \(gat1\) computes messages"),
-        ({1: RowWay.GATHER}, {"ranks": (0,)}, r"gather: layer 1 .* is on a single rank"),
-        ({1: RowWay.COLUMNS}, {"ranks": (0,)}, r"layer 1 .* is on a single rank, which sends no"),
-        ({1: RowWay.COLUMNS}, {"chunks": 4}, r"columns: 4 chunks read stale rows.*--staleness ex"),
+        ({5: RowWay.COLUMNS}, {}, r"plan: ways: 5: must be an op from 0 to 4"),
+        ({1: RowWay.COLUMNS}, {}, r"columns: op 1 \(drop\) aggregates no rows of neighbours"),
+        (
+            {"second": RowWay.COLUMNS},
+            {"model": "gat"},
+            r"columns: op 4 \(part_\d_of_convs_1\) computes messages",
+        ),
+        ({"second": RowWay.GATHER}, {"ranks": (0,)}, r"gather: op 3 .* is on a single rank"),
+        (
+            {"second": RowWay.COLUMNS},
+            {"ranks": (0,)},
+            r"op 3 .* is on a single rank, which sends no",
+        ),
+        (
+            {"second": RowWay.COLUMNS},
+            {"chunks": 4},
+            r"columns: 4 chunks read stale rows.*--staleness ex",
+        ),
     ],
 )
 def test_a_way_that_an_op_cannot_use_is_refused(ways, settings, message):
@@ -60,14 +89,15 @@ def flagged(**settings):
 
 def test_the_flag_gives_every_op_its_way():
     prepared = flagged()
-    assert prepared.plan.ways == {0: RowWay.COLUMNS, 1: RowWay.COLUMNS}
-    assert "rows travel among shards by columns (layers 0-1)" in head_lines(prepared)
+    first, second = aggregations_of(prepared.model_graph)
+    assert prepared.plan.ways == {first: RowWay.COLUMNS, second: RowWay.COLUMNS}
+    assert f"rows travel among shards by columns (ops {first}, {second})" in head_lines(prepared)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": "gat"}, r"--row-way columns: gat: layer 0 \(gat0\) computes messages"),
+        ({"model": "gat"}, r"--row-way columns: GAT: op \d \(\w*convs_0\) computes messages"),
         ({"chunks": 3}, r"--row-way columns: 3 chunks read stale rows"),
         ({"plan": "x.json"}, r"--shards 2, --row-way columns: no effect with --plan 'x.json'"),
     ],
@@ -88,11 +118,3 @@ def test_an_unknown_way_is_refused():
     text = plan.to_json().replace("columns", "pigeons")
     with pytest.raises(InputError, match="ways: 1 'pigeons': must be one of halo, gather, columns"):
         Plan.from_json(text)
-
-
-def test_an_op_without_neighbours_is_refused():
-    model = prepared_with({}).model_graph
-    plan = Plan((StagePlan.even((0, 1), (0, 1)),), 1, "fill-drain", ways={0: RowWay.COLUMNS})
-    rowwise = replace(model, ops=(replace(model.ops[0], push_width=0), model.ops[1]))
-    with pytest.raises(InputError, match=r"columns: layer 0 .* aggregates no rows of neighbours"):
-        StageDag.of(plan, rowwise)
