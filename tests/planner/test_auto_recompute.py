@@ -60,7 +60,8 @@ def test_only_stages_that_do_not_fit_otherwise_recompute(speeds, share, small):
 def test_one_stage_alone_recomputes_where_one_device_is_small():
     # Shards would read many rows of one another, so that two stages are the fastest plan.
     space = space_of(Cluster(devices(1.0, 1.0), SLOW), replace(GRAPH, halo=50.0), layers=8)
-    pairs = [c for c in every_candidate(space) if c.plan.num_stages == 2]
+    pairs = [c for c in every_candidate(space) if c.plan.num_stages == 2 and c.form.is_exact]
+    # Plans with stale rows may have a smaller first stage, but take longer than recomputation.
     few = min(needed_without(c)[0] for c in pairs) - 1
     found = find_plan(replace(space, device_bytes=[few, BIG], uses_all=True))
     assert [stage.recompute for stage in found.plan.stages] == [True, False]

@@ -90,7 +90,7 @@ def test_the_result_says_what_halo_exchanges_and_equal_shares_would_cost():
     lines = list(replace(found, best=sharded(space)).plan_lines())
     columns, shares = (
         next(line for line in lines if line.startswith(begin))
-        for begin in ("rows travel by columns in layers ", "shares of the work: ")
+        for begin in ("rows travel by columns in ops ", "shares of the work: ")
     )
     assert "by halo they would cost " in columns
     assert "equal shares would cost " in shares

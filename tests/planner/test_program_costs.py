@@ -210,12 +210,19 @@ def test_the_parts_of_a_layer():
         (op.name, op.kind.value, op.inputs)
         for op in primitive_model(workload_on(Cluster((FAST,), Link(1e9, 0.0)), "gcnii")).ops
     ]
-    assert parts[:6] == [
+    assert parts[:5] == [
         ("features", "features", ()),
-        ("gcnii0.encode", "dense", ("features",)),
-        ("gcnii0.aggregate", "aggregation", ("gcnii0.encode",)),
-        ("gcnii0.dense", "dense", ("gcnii0.aggregate",)),
-        ("gcnii0.rows", "row-wise", ("gcnii0.dense",)),
-        ("gcnii1.aggregate", "aggregation", ("gcnii0.rows",)),
+        ("model_encode.encode", "dense", ("features",)),
+        ("model_encode.rows", "row-wise", ("model_encode.encode",)),
+        ("relu.rows", "row-wise", ("model_encode.rows",)),
+        ("drop.rows", "row-wise", ("relu.rows",)),
     ]
-    assert parts[6] == ("gcnii1.mix", "add", ("gcnii1.aggregate", "gcnii0.encode"))
+    # A layer: an aggregation, and a map of what was aggregated and of the initial rows.
+    assert parts[5:11] == [
+        ("aggregate.aggregate", "aggregation", ("drop.rows",)),
+        ("aggregate.rows", "row-wise", ("aggregate.aggregate",)),
+        ("drop_1.concat", "concat", ("aggregate.rows", "relu.rows")),
+        ("drop_1.dense", "dense", ("drop_1.concat",)),
+        ("drop_1.rows", "row-wise", ("drop_1.dense",)),
+        ("aggregate_1.aggregate", "aggregation", ("drop_1.rows",)),
+    ]
