@@ -156,7 +156,7 @@ def test_what_edges_carry_and_nobody_reads_is_told_of():
     graph = carrying(small_graph(), "edge_weight")
     with pytest.warns(UserWarning, match="SAGEConv does not use its edge_weight"):
         Trainer(quick_config(), graph=graph, model=pyg.SAGEConv(7, 3)).fit()
-    with pytest.warns(UserWarning, match="gcn does not use its edge_weight"):
+    with pytest.warns(UserWarning, match="GCN does not use its edge_weight"):
         Trainer(quick_config(), graph=graph).fit()
 
 

@@ -126,7 +126,10 @@ class AsyncReference:
             stage.weights = {
                 name: w.detach().clone().requires_grad_() for name, w in stage.weights.items()
             }
-        self.optimizers = [optimizer(list(stage.weights.values())) for stage in self.stages]
+        # An optimizer must be given a weight, also of a stage that has none.
+        self.optimizers = [
+            optimizer(list(stage.weights.values()) or [torch.zeros(0)]) for stage in self.stages
+        ]
         self.tables: list[dict[str, Tensor]] = [{} for _ in self.stages]
         self.steps = [0 for _ in self.stages]
         """Steps since the start, by stage."""
@@ -202,8 +205,10 @@ class AsyncReference:
                 for name, grad in self._grads[reader][number].items():
                     if self.stages[reader].reads[name] == k:
                         grads[name] = grads[name] + grad if name in grads else grad
-            outputs = [one.outputs[name] for name in grads]
-            torch.autograd.backward(outputs, list(grads.values()))
+            # Sums of the features alone have no gradient.
+            outputs = {n: x for n, x in one.outputs.items() if n in grads and x.requires_grad}
+            if outputs:
+                torch.autograd.backward(list(outputs.values()), [grads[n] for n in outputs])
         self._grads[k][number] = {
             name: torch.zeros_like(x) if x.grad is None else x.grad
             for name, x in one.inputs.items()

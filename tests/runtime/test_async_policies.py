@@ -28,7 +28,9 @@ from gnnpipe.train.evaluate import train_epochs
 from gnnpipe.verification.reference import learning_rate
 from gnnpipe.verification.reference_dropout import drop
 
-CHUNKS, SEED, LAYERS, HIDDEN = 6, 0, 4, 8
+CHUNKS, SEED, LAYERS = 6, 0, 4
+HIDDEN = 6
+"""Fewer than features, so that each of four stages of the GCN has a product."""
 SPANS = (2, 1)
 """Epochs between flushes."""
 OPTIMIZERS = {
@@ -185,7 +187,6 @@ def difference(stages, policy, optimizer="Adam", every=1, dag=False, shards=1, *
     config = quick_config(
         model="gcn",
         layers=LAYERS,
-        hidden=HIDDEN,
         dropout=0.5,
         seed=SEED,
         stages=stages,
@@ -198,7 +199,7 @@ def difference(stages, policy, optimizer="Adam", every=1, dag=False, shards=1, *
         eval_every=SPANS[0],
         epochs=sum(SPANS),
         optimizer="SGD" if optimizer == "momentum" else optimizer,
-        **(OPTIMIZERS[optimizer] | further),
+        **({"hidden": HIDDEN} | OPTIMIZERS[optimizer] | further),
     )
     model = (Joined(), Branches()) if dag else ()
     prepared = prepare(config, mesh, small_graph(40, directed=True), *model)
@@ -206,6 +207,8 @@ def difference(stages, policy, optimizer="Adam", every=1, dag=False, shards=1, *
     runtime = build_rank(prepared, mesh)
     depths = [1, 1, 0] if dag else list(reversed(range(stages)))
     made = joined_stages(state, 3) if dag else stages_of(prepared, dropped, loss_of)
+    assert bool(made[0].weights) == (config.hidden == HIDDEN or stages == 1)
+    assert all(stage.weights for stage in made[1:])
     reference, train_span = reference_of(prepared, made, depths, policy, optimizer, every)
     if config.clip_norm:
         reference.before_step = lambda k: clip(reference.stages[k].weights, config.clip_norm)
@@ -244,6 +247,16 @@ def test_one_rank(policy):
 )
 def test_four_stages_with_weight_decay_and_momentum(policy, optimizer):
     assert max(run_ranks(difference, 4, 4, policy, optimizer)) < 1e-9
+
+
+def wide(policy, optimizer):
+    return difference(4, policy, optimizer, hidden=8)
+
+
+@pytest.mark.parametrize(("policy", "optimizer"), [("predict", "AdamW"), ("stash", "SGD")])
+def test_a_first_stage_without_weights(policy, optimizer):
+    """It only adds up features, which are not wider than the layer."""
+    assert max(run_ranks(wide, 4, policy, optimizer)) < 1e-9
 
 
 def test_xpipe_with_several_chunks_a_step():

@@ -192,7 +192,8 @@ def test_a_built_in_model_equals_plain_pyg(chunks, iterations):
     wide = replace(graph, x=np.zeros((graph.num_vertices, FEATURES + CLASSES), np.float32))
     settings = {"layers": LAYERS, "hidden": HIDDEN, "dropout": 0.0}
     same = Trainer(quick_config(**settings), graph=wide)
-    model = PlainGCN(same.model.stack(), wide).double()
+    model = PlainGCN(wide).double()
+    model.load_state_dict(same.model.state_dict())
     truth = plain(model, graph, iterations)
     found = trained(graph, None, iterations, chunks=chunks, **settings, **EXACT)
     assert_is_plain(*found, truth)

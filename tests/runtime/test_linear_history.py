@@ -118,29 +118,32 @@ def test_evaluation_allocates_no_gradients():
 
 
 def test_which_aggregations_share_a_table():
-    def names(**settings):
+    def numbers(**settings):
+        """Which of the aggregations share one, by number."""
         config = quick_config(**{"layers": 4, "hidden": 16, "chunks": 5} | settings)
         graph = small_graph(n=120, degree=3)
         known = np.flatnonzero(graph.train_mask)
         few = graph.train_mask & (np.arange(120) < known[len(known) // 3])
-        return prepare(config, Mesh.alone(), replace(graph, train_mask=few)).shared_tables
+        prepared = prepare(config, Mesh.alone(), replace(graph, train_mask=few))
+        names = [op.name for op in prepared.model_graph.aggregations]
+        return {names.index(name) for name in prepared.shared_tables}
 
     # The last one has a matrix of its own, of the rows asked for.
-    assert names() == {"gcn0", "gcn1", "gcn2"}
-    assert names(layers=2) == set()
-    assert names(layers=3) == {"gcn0", "gcn1"}
-    assert names(chunks=1) == set()
-    assert names(model="gat") == set()
-    assert names(comm_dtype="bf16", dtype="float32") == set()
+    assert numbers() == {0, 1, 2}
+    assert numbers(layers=2) == set()
+    assert numbers(layers=3) == {0, 1}
+    assert numbers(chunks=1) == set()
+    assert numbers(model="gat") == set()
+    assert numbers(comm_dtype="bf16", dtype="float32") == set()
     # Nothing stale: nothing is cut out, and the first aggregation is made once.
-    assert names(layers=2, staleness="exact") == {"gcn1"}
+    assert numbers(layers=2, staleness="exact") == {1}
 
 
 def test_every_stage_by_itself():
     config = quick_config(layers=5, hidden=16, chunks=5, stages=3)
     prepared = prepare(config, Mesh.alone(), small_graph(n=120, degree=3))
     ops, few = prepared.model_graph.ops, prepared.loss_rows.ops
-    runs = [{ops[i].name for i in stage.ops} for stage in prepared.plan.stages]
+    runs = [{ops[i].name for i in stage.ops if ops[i].aggregates} for stage in prepared.plan.stages]
     assert {len(run) for run in runs} == {1, 2}
     expected = [run - few if len(run - few) > 1 else set() for run in runs]
     assert prepared.shared_tables == set().union(*expected) != set()
@@ -151,7 +154,7 @@ def test_predictions_count_live_edges(staleness):
     config = quick_config(layers=4, hidden=16, chunks=5, staleness=staleness)
     prepared = prepare(config, Mesh.alone(), small_graph(n=120, degree=3))
     graph, sizes = prepared.graph, chunk_sizes(prepared).stages[0]
-    chunk, op = prepared.chunking.chunk_of_row(), prepared.model_graph.ops[1]
+    chunk, op = prepared.chunking.chunk_of_row(), prepared.model_graph.aggregations[1]
     crossing = (np.repeat(chunk, graph.degrees) != chunk[graph.indices]).sum()
     assert crossing > 0
     dead = 0 if staleness == "exact" else crossing / 2

@@ -88,16 +88,20 @@ def inputs_held(stage):
     return sum(held.values())
 
 
+FEATURES, CLASSES = 7, 3
 LOSS_ROWS = 21
 """Rows that the last step computes."""
+STEPS = [ROWS * FEATURES, *[ROWS * HIDDEN] * 7, LOSS_ROWS * CLASSES]
+"""Numbers that each step but the first one reads."""
 
 
 @pytest.mark.parametrize(
-    ("every", "rows"),
-    [(1, 8 * ROWS + LOSS_ROWS), (2, ROWS), (3, ROWS), (4, 2 * ROWS), (9, LOSS_ROWS), (20, 0)],
+    ("every", "kept"), [(1, range(1, 10)), (2, [6]), (3, [6]), (4, [4, 8]), (9, [9]), (20, [])]
 )
-def test_bytes_kept_by_forward(every, rows, monkeypatch):
+def test_bytes_kept_by_forward(every, kept, monkeypatch):
     """A GCN of 9 layers has 10 steps; each kept step but the first holds its aggregated rows.
+
+    The first aggregation is that of the features, and the last that of the narrower logits.
 
     With n = 2 and n = 3 there are two levels: forward keeps the inputs of steps 0 and 6.
     """
@@ -110,7 +114,7 @@ def test_bytes_kept_by_forward(every, rows, monkeypatch):
 
     monkeypatch.setattr(Stage, "seed_loss", counting)
     trained("gcn", every=every)
-    assert set(found) == {rows * HIDDEN * 4}
+    assert set(found) == {4 * sum(STEPS[step - 1] for step in kept)}
 
 
 @pytest.mark.parametrize(("every", "runs"), [(1, 20), (2, 10 + 4 + 2 + 10), (4, 20), (20, 20)])
