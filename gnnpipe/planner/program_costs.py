@@ -128,16 +128,16 @@ class ProgramCosts:
         in_memory = op.kind not in (OpKind.DENSE, OpKind.FEATURES)
         speeds = group.memory_speeds if in_memory else group.speeds
         whole = (work.forward_s + work.backward_s) / self.sizes.chunks / speeds
-        base_s = self._base_s(work) / float(speeds.min())
+        base_s = self._base_s(work) / speeds
         cost: list[Maximum] = []
         if rule.split is Split.WHOLE:
-            cost.append(self._linear(np.zeros(group.count), base_s, offsets=whole))
+            cost.append(self._linear(np.zeros(group.count), offsets=base_s + whole))
         elif rule.split is Split.BY_ROWS:
-            cost.append(self._linear(whole, base_s))
+            cost.append(self._linear(whole, offsets=base_s))
         elif rule.split is Split.BY_COLUMNS and op.kind is OpKind.AGGREGATION:
             cost.append(self._by_columns(op.width, whole, base_s))
         elif rule.split is Split.BY_COLUMNS:
-            cost.append(self._linear(whole, base_s, columns=True))
+            cost.append(self._linear(whole, offsets=base_s, columns=True))
         if rule.sums_weights and work.num_weights and group.count > 1:
             size_bytes = 2 * work.num_weights * self.sizes.weight_bytes / self.sizes.chunks
             cost.append(self._ring(size_bytes * (1 - 1 / group.count), 0.0))
@@ -189,16 +189,18 @@ class ProgramCosts:
         terms[np.arange(n), np.arange(n) + n * columns] = each
         return Maximum(terms, np.zeros(n) if offsets is None else offsets, constant)
 
-    def _by_columns(self, width: int, whole: Floats, base_s: float) -> Maximum:
-        """Return the time of aggregating some columns of all rows: all edges are read."""
+    def _by_columns(self, width: int, whole: Floats, base_s: Floats) -> Maximum:
+        """Return the time of aggregating some columns of all rows: all edges are read.
+
+        ``base_s``: [G], of any number of columns.
+        """
         number_bytes = self.sizes.number_bytes
         full = width * number_bytes + INDEX_BYTES
-        wide = self._linear(
-            whole * width * number_bytes / full, base_s, whole * INDEX_BYTES / full, columns=True
-        )
+        offsets = base_s + whole * INDEX_BYTES / full
+        wide = self._linear(whole * width * number_bytes / full, offsets=offsets, columns=True)
         least = whole * (min(SECTOR_BYTES, width * number_bytes) + INDEX_BYTES) / full
-        narrow = self._linear(np.zeros_like(whole), 0.0, least, columns=True)
-        return _joined([wide, narrow], base_s)
+        narrow = self._linear(np.zeros_like(whole), offsets=base_s + least, columns=True)
+        return _joined([wide, narrow], 0.0)
 
     def _copies(self, numbers: Floats, share_factor: float = 0.0) -> Maximum:
         """Return the time of copying ``numbers`` [G] that devices send, there and back."""

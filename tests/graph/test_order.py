@@ -66,6 +66,7 @@ def test_auto_goes_by_size_and_by_who_cuts(monkeypatch):
         ({"epochs": 2000}, True),
         ({"epochs": 20, "hidden": 600}, True),
         ({"epochs": 20, "hidden": 600, "layers": 1}, False),
+        ({"epochs": 20, "hidden": 600, "layers": 2}, False),
         ({"epochs": 20, "chunks": 2}, True),
         ({"epochs": 20, "order": "metis"}, True),
         ({"epochs": 20, "hidden": 1200, "shards": 2}, True),
@@ -74,7 +75,10 @@ def test_auto_goes_by_size_and_by_who_cuts(monkeypatch):
     ids=str,
 )
 def test_one_chunk_is_ordered_if_the_run_is_long_enough(settings, is_ordered, monkeypatch):
-    """Two layers, of which the second aggregates hidden rows: 10,000 numbers per edge."""
+    """The first layer aggregates features, once; the last, 3 columns; others, hidden rows.
+
+    10,000 numbers per edge pay back.
+    """
     monkeypatch.setattr(order, "_SMALL_GRAPH", 0)
     monkeypatch.setattr(order, "_PART_VERTICES", 8)
     seen = []
@@ -85,7 +89,7 @@ def test_one_chunk_is_ordered_if_the_run_is_long_enough(settings, is_ordered, mo
         return real(adjacency, work, order, seed)
 
     monkeypatch.setattr(chunking, "locality_rank", watched)
-    run = quick_config(**{"model": "gcn", "layers": 2, "hidden": 64} | settings)
+    run = quick_config(**{"model": "gcn", "layers": 3, "hidden": 64} | settings)
     prepare(run, World.alone(), small_graph())
     assert seen in ([], ["given"], ["metis"])
     assert (seen == ["metis"]) == is_ordered

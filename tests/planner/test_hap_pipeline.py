@@ -172,7 +172,9 @@ def trained(stages, chunks, halo):
     found = best_plan(planner, Choices(), range(stages, stages + 1), (chunks,))
     plan = found.runnable_plan(planner.workload)
     plan = Plan.from_json(plan.to_json())
-    graph, mesh = small_graph(n=120), Mesh.of(World.meet(3, "cpu"), plan.placement)
+    # As many features and classes as hidden columns, as in the shape: the same ops.
+    graph = small_graph(n=120, features=8, classes=8)
+    mesh = Mesh.of(World.meet(3, "cpu"), plan.placement)
     config = quick_config(model="gcn", layers=4, hidden=8, epochs=3)
     prepared = prepare(config, mesh, graph, planner=GivenPlan(plan))
     shares = [share for stage in plan.stages for share in stage.shares]

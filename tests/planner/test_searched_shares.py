@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from planned import FAST, devices, space_of
+from planned import FAST, GRAPH, devices, space_of
 
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import find_plan
@@ -19,7 +19,9 @@ def on_all(space):
 
 
 def test_faster_devices_get_more_rows():
-    candidate = on_all(space_of(UNLIKE))
+    # So many rows that launches of kernels hardly count.
+    large = replace(GRAPH, vertices=1_000_000, edges=20_000_000)
+    candidate = on_all(space_of(UNLIKE, large))
     even = tuple(replace(stage, shares=(1 / 3,) * 3) for stage in candidate.plan.stages)
     moved = with_searched_shares(candidate.with_plan(replace(candidate.plan, stages=even)))
     first, second, third = moved.plan.stages[0].shares
@@ -28,6 +30,15 @@ def test_faster_devices_get_more_rows():
     assert moved.simulated_s < equal_s / 1.25
     # Shares by speed are nearly the best if devices differ in one number.
     assert moved.simulated_s == pytest.approx(candidate.simulated_s, rel=0.1)
+
+
+def test_slow_devices_also_launch_kernels_slowly():
+    """Where launches count, a slow device gets fewer rows than in proportion to its speed."""
+    by_speed = on_all(space_of(UNLIKE))
+    assert by_speed.plan.stages[0].shares == pytest.approx((4 / 7, 2 / 7, 1 / 7))
+    searched = with_searched_shares(by_speed)
+    assert searched.plan.stages[0].shares[2] < 0.95 / 7
+    assert searched.simulated_s < 0.95 * by_speed.simulated_s
 
 
 def test_what_cannot_be_searched_stays():

@@ -10,7 +10,7 @@ from helpers import quick_config, small_graph
 from planned import BIG, FAST, GRAPH, SLOW, devices, space_of
 
 from gnnpipe.errors import InputError
-from gnnpipe.plan import Plan, StagePlan
+from gnnpipe.plan import Plan, StageDag, StagePlan
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import GivenPlan, find_plan
 from gnnpipe.planner.auto import every_candidate, fitted
@@ -112,8 +112,15 @@ def two_stages():
     space = space_of(Cluster(devices(1.0, 1.0, 1.0, 1.0), FAST))
     shape = (2, "2", 1)
     even = next(c for c in every_candidate(space) if c.shape[:3] == shape and not c.plan.ways)
-    stages = tuple(replace(stage, shares=(0.5, 0.5)) for stage in even.plan.stages)
-    return even.with_plan(replace(even.plan, stages=stages)), space
+    # A cut in the middle, so that both stages have layers that may recompute.
+    model = even.form.model
+    ops, cut = tuple(range(model.num_ops)), model.ops.index(model.aggregations[3])
+    stages = tuple(
+        replace(stage, ops=own, shares=(0.5, 0.5))
+        for stage, own in zip(even.plan.stages, (ops[:cut], ops[cut:]), strict=True)
+    )
+    plan = replace(even.plan, stages=stages)
+    return replace(even, plan=plan, dag=StageDag.of(plan, model)), space
 
 
 def test_one_stage_gets_shares_that_fit_though_another_cannot():
@@ -196,7 +203,8 @@ def test_auto_plans_for_a_cluster_with_one_small_card(tmp_path):
 
 def test_a_card_that_holds_nothing_gets_nothing():
     space = space_of(Cluster(devices(1.0, 1.0, 1.0), SLOW), replace(GRAPH, halo=0.1))
-    limits = [BIG, BIG, 1000]
+    # Less than the bias of the last layer and its rows of a few vertices.
+    limits = [BIG, BIG, 100]
     even = sharded(space)
     assert even.with_smaller_shares(limits) is even
     found = find_plan(replace(space, device_bytes=limits))
@@ -208,8 +216,9 @@ def test_a_card_that_holds_nothing_gets_nothing():
 def test_a_run_is_not_refused_for_the_mean_of_unequal_shares():
     """The least memory of a rank is that of its own share of the rows."""
     graph = small_graph(n=400)
-    plan = Plan((StagePlan((0, 1), (0, 1), (0.9, 0.1)),), 1, "fill-drain")
     config = quick_config(model="gcn", layers=2, hidden=64)
+    ops = tuple(range(prepare(config, Mesh.alone(), graph).model_graph.num_ops))
+    plan = Plan((StagePlan(ops, (0, 1), (0.9, 0.1)),), 1, "fill-drain")
     prepared = prepare(config, Mesh.alone(), graph, planner=GivenPlan(plan))
     large, small = (least_memory_bytes(prepared, 0, shard) for shard in range(2))
     assert small < 0.3 * large

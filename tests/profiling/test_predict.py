@@ -240,7 +240,7 @@ def test_a_given_profile_is_used_whatever_the_length(tmp_path, monkeypatch):
         ("gone.json", None, ["--profile", "gone.json", "No such file", "gnnpipe profile --save"]),
         ("bad.json", "{", ["--profile", "bad.json", "not JSON"]),
         ("other.json", '{"version": 99}', ["other.json", "version"]),
-        ("own.json", "other model", ["own.json': has no layer like", "take one with the dataset"]),
+        ("own.json", "other model", ["own.json': has no op like", "take one with the dataset"]),
     ],
 )
 def test_a_profile_that_cannot_be_used_is_one_line(name, text, told, tmp_path, capsys):
