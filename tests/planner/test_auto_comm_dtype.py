@@ -17,8 +17,8 @@ from gnnpipe.run.resume import resumed_config
 
 TWO = Cluster(devices(1.0, 1.0), SLOW)
 CONFIG = TrainConfig(model="gcn", layers=4, hidden=16, epochs=3, cache_dir="off", quiet=True)
-# On features that are narrower than the model: 4 aggregations, 3 row-wise calls behind them, and the
-# map before and the bias behind the last one.
+# With features that are narrower than the model: 4 aggregations, 3 row-wise calls behind them, and
+# the map before and the bias behind the last one.
 OPS = tuple(range(9))
 BF16 = Plan((StagePlan(OPS, (0,), (1.0,)),), 2, "fill-drain", comm_dtype="bf16")
 

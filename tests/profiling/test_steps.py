@@ -29,7 +29,7 @@ def test_samples_cover_every_step_and_every_kind(monkeypatch):
         for part in (*sides, "forecast", "carry"):
             is_measured = any((kind, part) in s.parts for s in samples)
             assert is_measured == (aggregates or part not in pushing), (kind, part)
-    # As one stage 4 steps; cut everywhere, 2 steps of an aggregation and 1 of another op. Both ways,
+    # As one stage 4 steps; cut everywhere, an aggregation has 2 steps and another op 1; both ways,
     # both chunks.
     found = [s for s in samples if any(isinstance(p, tuple) and p[1] in sides for p in s.parts)]
     steps_cut = sum(1 + op.aggregates for op in prepared.model_graph.ops)
