@@ -19,6 +19,9 @@ CONFIG = TrainConfig(
     model="gcnii", layers=4, hidden=8, epochs=2, out="off", cache_dir="off", quiet=True
 )
 
+OPS = list(range(12))
+"""Encoder, ReLU, dropout; for each of 4 layers the aggregation and the call behind it; decoder."""
+
 
 def written(*stages, chunks=2, schedule="fill-drain"):
     """The JSON of a plan; of each stage the ops and the ranks, with equal shares."""
@@ -28,7 +31,7 @@ def written(*stages, chunks=2, schedule="fill-drain"):
 
 def test_a_plan_of_one_stage_trains_as_the_flags_do(tmp_path):
     file = tmp_path / "plan.json"
-    file.write_text(written(([0, 1, 2, 3], [0])))
+    file.write_text(written((OPS, [0])))
     config = {**CONFIG.to_dict(), "plan": str(file)}
     found = Trainer(TrainConfig.from_dict(config), graph=small_graph()).fit()
     flags = Trainer(
@@ -39,7 +42,7 @@ def test_a_plan_of_one_stage_trains_as_the_flags_do(tmp_path):
 
 def test_a_stale_plan_with_exact_epochs_only_is_run_exactly(tmp_path):
     file = tmp_path / "plan.json"
-    file.write_text(written(([0, 1, 2, 3], [0])))
+    file.write_text(written((OPS, [0])))
     config = TrainConfig.from_dict({**CONFIG.to_dict(), "plan": str(file), "epochs": 1})
     assert prepare(config, Mesh.alone(), small_graph()).program.is_exact
     assert not prepare(replace(config, epochs=2), Mesh.alone(), small_graph()).program.is_exact
@@ -48,11 +51,17 @@ def test_a_stale_plan_with_exact_epochs_only_is_run_exactly(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (written(([2, 3], [0]), ([0, 1], [1])), "stage 0 reads layer 1, which stage 1 computes la"),
-        (written(([0, 2], [0]), ([1, 3], [1])), "stage 0 is not convex: layers 0 and 2 are in the"),
-        (written(([0, 1, 2], [0])), "is for 3 layers, and gcnii has 4; try --layers 3"),
-        (written(([0, 1, 2, 3], [0]), schedule="zigzag"), "schedule 'zigzag'"),
-        (written(([0, 1, 2, 3], [1, 0])), r"stages\[0\]: ranks \[1, 0\]: must ascend; try"),
+        (
+            written((OPS[6:], [0]), (OPS[:6], [1])),
+            "stage 0 reads op 5, which stage 1 computes later",
+        ),
+        (
+            written(([*OPS[:3], 4], [0]), ([3, *OPS[5:]], [1])),
+            "stage 0 is not convex: ops 2 and 4 are in the stage, but op 3 between them is in sta",
+        ),
+        (written((OPS[:-1], [0])), "is for 11 ops, and GCNII has 12; try the --layers that the pl"),
+        (written((OPS, [0]), schedule="zigzag"), "schedule 'zigzag'"),
+        (written((OPS, [1, 0])), r"stages\[0\]: ranks \[1, 0\]: must ascend; try"),
     ],
 )
 def test_a_plan_that_does_not_fit_the_model_is_refused(text, message):

@@ -46,16 +46,20 @@ def trained_twice(model, chunks, shares):
 
     from gnnpipe import Trainer
     from gnnpipe.plan import StagePlan
+    from gnnpipe.runtime.comm.mesh import Mesh
     from gnnpipe.runtime.comm.world import World
+    from gnnpipe.setup.prepare import prepare
 
     ranks, graph = tuple(range(len(shares))), small_graph(n=150)
     world, found = World.meet(len(ranks), "cpu"), []
     config = quick_config(
         model=model, layers=3, hidden=8, chunks=chunks, staleness="exact", epochs=5, dropout=0.4
     )
+    alone = prepare(replace(config, chunks=1), Mesh.alone(), graph)
+    ops = tuple(range(alone.model_graph.num_ops))
     for each in ((1 / len(ranks),) * len(ranks), shares):
         schedule = "layer-sync" if chunks > 1 else "fill-drain"
-        plan = Plan((StagePlan((0, 1, 2), ranks, each),), chunks, schedule)
+        plan = Plan((StagePlan(ops, ranks, each),), chunks, schedule)
         trainer = Trainer(replace(config, chunks=1), graph, plan=plan, world=world)
         losses = [row.loss for row in trainer.fit().history]
         weights = torch.cat([t.flatten() for t in trainer.model.state_dict().values()])
