@@ -152,7 +152,9 @@ def held(shares, chunks):
     from gnnpipe.setup.prepare import prepare
     from gnnpipe.train.evaluate import train_epoch
 
-    mesh, graph = Mesh.join(1, len(shares)), small_graph(n=600)
+    # All layers push 48 columns, which divide by three.
+    graph = small_graph(n=600, features=48, classes=48)
+    mesh = Mesh.join(1, len(shares))
     config = quick_config(
         **{"layers": 4, "hidden": 48, "chunks": chunks, "shards": len(shares)}, staleness="exact"
     )
