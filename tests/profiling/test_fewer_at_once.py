@@ -43,8 +43,9 @@ def measured(seconds):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(devices, "_epoch_time_s", time_s)
-        ratios = times_of_fewer(prepared_of(layers=2), mesh)
-        profile = take_planning_profile(config, mesh, 34, 2, prepared_with, [0, 1, 2])
+        alone = prepared_of(layers=2)
+        ratios, num_ops = times_of_fewer(alone, mesh), alone.model_graph.num_ops
+        profile = take_planning_profile(config, mesh, 34, num_ops, prepared_with, [0, 1, 2])
     return ratios, profile
 
 
