@@ -48,12 +48,16 @@ def assert_closed_forms(found, layers, hidden, number_bytes=4):
         assert counted == formula, what
         values = 2 if model == "gcnii" else 1
         assert counted["pipeline"] == 2 * (stages - 1) * n * hidden * number_bytes * values, what
-        assert counted["graph"] == (2 * layers * m * hidden * number_bytes), what
+        # GCN and SAGE aggregate 7 features as they are, which are not forecast, and 3 logits.
+        is_plain = model in ("gcn", "sage")
+        moving = [hidden] * (layers - 2) + [3] if is_plain else [hidden] * layers
+        pushed = sum(moving) + 7 * is_plain
+        assert counted["graph"] == 2 * m * pushed * number_bytes, what
         assert counted["gradient"] == 2 * (shards - 1) * weights * number_bytes, what
         probes = min(n, 16 * (hidden + 1)) if chunks > 1 else 0
         streams = 2 * probes * (stages - 1) * hidden * number_bytes * values
-        fit = hidden * (hidden + 1) // 2 + hidden * hidden + 2 * hidden + 2
-        sums = 2 * (shards - 1) * layers * fit * 8
+        fits = [w * (w + 1) // 2 + w * w + 2 * w + 2 for w in moving]
+        sums = 2 * (shards - 1) * sum(fits) * 8
         assert counted["control"] == (streams + sums if chunks > 1 else 0), what
         parts = ("pipeline", "graph", "gradient", "control")
         assert counted["total"] == sum(counted[k] for k in parts)
