@@ -130,3 +130,14 @@ def test_equals_plain_pyg_step_by_step(name, sparse):
     np.testing.assert_allclose([r.scores.test_acc for r in rows], scores, atol=1e-9)
     with torch.no_grad():
         torch.testing.assert_close(trainer.predict(), plain(x, edge_index), rtol=1e-3, atol=1e-4)
+
+
+def test_gradients_of_earlier_training_are_dropped():
+    graph = small_graph()
+    config = TrainConfig(model="gcn", epochs=2, dropout=0.0, out="off", quiet=True)
+    expected = [row.loss for row in Trainer(config, graph=graph).fit().history]
+    module = Trainer(config, graph=graph).model
+    for weight in module.parameters():
+        weight.grad = torch.ones_like(weight)
+    found = Trainer(config, graph=graph, model=module).fit().history
+    assert [row.loss for row in found] == expected
