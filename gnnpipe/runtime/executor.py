@@ -134,8 +134,6 @@ class Executor:
         self.grad_clip = update.grad_clip
         self.gradient_sum = update.gradient_sum
         self._weights = [p for _, p in stage.stage_module.named_parameters()]
-        for weight in self._weights:
-            weight.grad = None  # of earlier training by the user
         self._weight_hooks = WeightHooks(self._weights)
         self.p2p = PointToPoint(mesh, *dtypes)
         self.has_stepped = True
