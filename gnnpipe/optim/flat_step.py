@@ -119,7 +119,7 @@ class FlatStep:
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         pieces = zip(torch.split(flat, self._sizes), self._weights, strict=True)
-        return [piece[: weight.numel()].view(weight.shape) for piece, weight in pieces]
+        return [_shaped_like(weight, piece[: weight.numel()]) for piece, weight in pieces]
 
     def _parts(self, numbers: Sequence[int]) -> list[Tensor]:
         """Return views of some weights and of their states."""
@@ -150,6 +150,16 @@ class FlatStep:
             own = {k: views[k][number] if k in views else v for k, v in self._seen.items()}
             self._optimizer.state[weight] = own
             self._published[number] = own
+
+
+def _shaped_like(weight: Tensor, numbers: Tensor) -> Tensor:
+    """Return a view of numbers [n] in a weight's shape; a matrix stored by column stays so.
+
+    Gradients of maps of sparse features are made by column, and are copied faster in this order.
+    """
+    if weight.dim() == 2 and not weight.is_contiguous() and weight.t().is_contiguous():
+        return numbers.view(weight.shape[::-1]).t()
+    return numbers.view(weight.shape)
 
 
 def can_be_flat(optimizer: Optimizer) -> bool:

@@ -64,7 +64,13 @@ class GradClip:
     def passes_in_stage(self) -> bool:
         """Do the same for the gradients of this stage alone; all its shards decide alike."""
         grads = self._gradients()
-        return self._finish(grads, sum(_squares(grads)), 0.0)
+        total = math.nan
+        if self._gather is not None:
+            # There are many steps, and a sum in float64 takes longer than Adam's step.
+            total = float(torch.dot(grads[0], grads[0]))
+        if not math.isfinite(total):  # it may be too large for the number type of the gradients
+            total = sum(_squares(grads))
+        return self._finish(grads, total, 0.0)
 
     def _gradients(self) -> list[Tensor]:
         if self._gather is not None:

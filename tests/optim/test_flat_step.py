@@ -73,6 +73,17 @@ def test_it_equals_the_steps_weight_by_weight(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_stored_by_column_stays_so(kind):
+    (weights, optimizer), (expected, reference) = made(kind), made(kind)
+    weights[0].data = weights[0].data.t().contiguous().t()
+    run(FlatStep(optimizer), weights, range(3))
+    plain(reference, expected, range(3))
+    assert_equal(weights, expected, optimizer, reference)
+    assert weights[0].t().is_contiguous()
+    assert weights[0].grad.t().is_contiguous()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_weight_without_gradient_is_left_out(kind):
     (weights, optimizer), (expected, reference) = made(kind), made(kind)
     first = weights[3].detach().clone()
