@@ -66,7 +66,7 @@ class GradClip:
         grads = self._gradients()
         total = math.nan
         if self._gather is not None:
-            # There are many steps, and a sum in float64 takes longer than Adam's step.
+            # There are many steps, and a sum in float64 of many numbers takes as long as a step.
             total = float(torch.dot(grads[0], grads[0]))
         if not math.isfinite(total):  # it may be too large for the number type of the gradients
             total = sum(_squares(grads))
