@@ -456,7 +456,7 @@ class _RankBuilder:
             },
             ProbeRows(replace(rows, is_probe=True), own_probes, totals),
             mesh,
-            prepared.dtype,
+            prepared.row_dtype != prepared.dtype,
             {name for t in prepared.dag.sends(mesh.stage) for name in t.widths},
             prepared.given_edges is not None,
         )

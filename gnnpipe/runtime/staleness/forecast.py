@@ -63,7 +63,7 @@ class Forecaster:
         structures: Mapping[str, _Structure],
         probes: ProbeRows,
         mesh: Mesh,
-        dtype: torch.dtype,
+        is_rounded: bool,
         leaving: Collection[str],
         edges_are_random: bool = False,
     ) -> None:
@@ -76,7 +76,7 @@ class Forecaster:
                 one.
             probes: The probe vertices.
             mesh: The ranks.
-            dtype: Number type of values.
+            is_rounded: Values are rounded in messages to other stages.
             leaving: Names of the values that go to other stages.
             edges_are_random: An epoch reads rows that ``structures`` do not read.
         """
@@ -87,7 +87,7 @@ class Forecaster:
         """By aggregation, from the last ``run``."""
         self.before = copy.deepcopy(stage_module)
         """The ops with the weights of the last epoch."""
-        self._probes, self._leaving = probes, leaving
+        self._probes, self._leaving, self._is_rounded = probes, leaving, is_rounded
         # If no value leaves the stage, the last step is not needed.
         self._num_steps = stage_module.num_steps - (not leaving)
         self._over = structures
@@ -97,7 +97,7 @@ class Forecaster:
             structure, history = structures[a.name], histories[a.name]
             if structure in self._neighbours:
                 continue
-            self._neighbours[structure] = _Neighbours(structure, probes.own[a.vertex_type], dtype)
+            self._neighbours[structure] = _Neighbours(structure, probes.own[a.vertex_type])
             if not isinstance(structure, Everyone) and not edges_are_random:
                 # Rows whose drift is measured count as stale: drift is the error of the forecast.
                 measured = None if history.drift is None else history.drift.rows
@@ -117,15 +117,18 @@ class Forecaster:
         change later, in ``carry``, so that the next stage need not wait for the tables.
 
         Args:
-            values: By name, [2 p, width] from earlier stages: rows with the old weights, then the
-                changes of these rows. If messages are rounded, the error is relative to the change.
+            values: By name, [2 p, width] from earlier stages: rows with the old weights, then those
+                with the new ones. If messages are rounded, then instead the changes of the rows:
+                the error is relative to the change.
 
         Returns:
             The same for later stages.
         """
         halves = {name: rows.tensor_split(2) for name, rows in values.items()}
         old_values = {name: old for name, (old, _) in halves.items()}
-        new_values = {name: old + change for name, (old, change) in halves.items()}
+        new_values = {name: new for name, (_, new) in halves.items()}
+        if self._is_rounded:
+            new_values = {name: old + change for name, (old, change) in halves.items()}
         old_received: dict[str, Received] = {}
         new_received: dict[str, Received] = {}
         self.maps = {}
@@ -140,10 +143,9 @@ class Forecaster:
                     self.maps[a.name] = self._fit(old, new, a)
                 if step < self._num_steps - 1:
                     old_received[a.name], new_received[a.name] = self._aggregate(a, old, new)
-        return {
-            name: torch.cat([old_values[name], new_values[name] - old_values[name]])
-            for name in self._leaving
-        }
+        if self._is_rounded:
+            new_values = {name: new_values[name] - old_values[name] for name in self._leaving}
+        return {name: torch.cat([old_values[name], new_values[name]]) for name in self._leaving}
 
     def _aggregate(self, a: Aggregation, old: Tensor, new: Tensor) -> tuple[Received, Received]:
         """Return the next step's inputs: from the table, and from the table after the map."""
@@ -181,7 +183,7 @@ class _Neighbours:
     of factor F and shift s.
     """
 
-    def __init__(self, structure: _Structure, probes: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, structure: _Structure, probes: Tensor) -> None:
         self.block: Block | None = None
         self._linear: RowCSR | None = None
         if isinstance(structure, Blocks):
@@ -190,7 +192,7 @@ class _Neighbours:
         elif isinstance(structure, LinearOperator):
             self._linear = structure.forward.select(probes)
             ones = self._linear.values.new_ones(self._linear.num_columns, 1)
-            self._weights = self._linear.matmul(ones).to(dtype)
+            self._weights = self._linear.matmul(ones)
 
     def read(self, table: Tensor, own: Tensor) -> Tensor | None:
         """Return the rows aggregated from a table; ``None`` if a convolution aggregates."""
@@ -214,7 +216,7 @@ class _Neighbours:
             halo = table[self.block.halo_rows].to(new.dtype)
             return self._block_input(torch.addmm(found.shift, halo, found.factor), new)
         if self._linear is not None:
-            return Received(read @ found.factor + self._weights * found.shift)
+            return Received(read @ found.factor + self._weights.to(read.dtype) * found.shift)
         return Received((read + found.shift).expand(len(new), -1))
 
     def _block_input(self, halo: Tensor, own: Tensor) -> Received:
