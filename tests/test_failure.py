@@ -244,7 +244,7 @@ def test_numbers_that_are_none_are_named(poisoned, tmp_path):
     with pytest.raises(FloatingPointError) as caught:
         Trainer(config(out, eval_every=0), small_graph()).fit()
     text = str(caught.value)
-    assert "epoch 4: the loss is nan, first in stage 0, layer aggregate_2, chunk 0; try a" in text
+    assert "epoch 4: the loss is nan, first in stage 0, op aggregate_2, chunk 0; try a" in text
     assert len(table(out)) == 3, "what was done before stays"
 
 

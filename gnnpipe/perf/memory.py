@@ -180,7 +180,7 @@ class RankMemory:
     def precomputed(self) -> frozenset[str]:
         """Ops whose aggregation is computed once for all epochs."""
         rounds_rows, is_exact = self.settings.rounds_rows, self.settings.is_exact
-        return precomputed_aggregations(self.model, self.plan, rounds_rows, is_exact)
+        return precomputed_aggregations(self.model, self.plan.most_shards, rounds_rows, is_exact)
 
     @cached_property
     def shared(self) -> frozenset[str]:

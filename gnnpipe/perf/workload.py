@@ -149,7 +149,9 @@ class Workload:
             halo=crossing,
             stale={t: np.round(rows * stale).astype(np.int64) for t, rows in by_shard.items()},
             probes={t: np.round(probes * parts.sum(1)).astype(np.int64) for t in by_shard},
-            precomputed=precomputed_aggregations(self.model, plan, rounds_rows, is_exact),
+            precomputed=precomputed_aggregations(
+                self.model, plan.most_shards, rounds_rows, is_exact
+            ),
             loss_rows=loss.ops,
             loss_row_counts=limited["rows"],
             loss_row_edges=limited["edges"],

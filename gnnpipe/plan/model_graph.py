@@ -64,14 +64,14 @@ def shared_tables(
 
 
 def precomputed_aggregations(
-    model: ModelGraph, plan: Plan, rounds_rows: bool, is_exact: bool
+    model: ModelGraph, most_shards: int, rounds_rows: bool, is_exact: bool
 ) -> frozenset[str]:
     """Return the ops whose aggregation of input features is computed once for all epochs.
 
     Empty for programs with stale reads, several shards, or rounded rows (``rounds_rows``), where
     results would depend on the shape of the run.
     """
-    if plan.most_shards > 1 or not is_exact or rounds_rows:
+    if most_shards > 1 or not is_exact or rounds_rows:
         return frozenset()
     return frozenset(op.name for op in model.ops if op.of_features)
 

@@ -34,6 +34,8 @@ class Shape:
     """How the rows of every aggregation that can use this way travel among the shards."""
     schedule: str = "fill-drain"
     """Name of the schedule, unless no read may be stale."""
+    rounds_rows: bool = False
+    """Rows in tables and messages are rounded."""
 
 
 @dataclass(frozen=True)

@@ -324,7 +324,7 @@ def _sizes_of_shape(
         stale={"": np.round(stale).astype(np.int64)},
         probes={"": _divided(probes, shards, 1)[:, 0]},
         precomputed=precomputed_aggregations(
-            model, dag.plan, row_dtype(config) != number_dtype(config), program.is_exact
+            model, dag.plan.most_shards, row_dtype(config) != number_dtype(config), program.is_exact
         ),
     )
 

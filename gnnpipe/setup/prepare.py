@@ -189,6 +189,7 @@ def shape_of(config: TrainConfig) -> Shape:
         is_exact,
         RowWay(config.row_way),
         config.schedule,
+        row_dtype(config) != number_dtype(config),
     )
 
 

@@ -206,7 +206,10 @@ class Prepared:
     def precomputed(self) -> frozenset[str]:
         """Aggregations of features that are computed once for all epochs."""
         return precomputed_aggregations(
-            self.model_graph, self.plan, self.row_dtype != self.dtype, self.program.is_exact
+            self.model_graph,
+            self.plan.most_shards,
+            self.row_dtype != self.dtype,
+            self.program.is_exact,
         )
 
     @cached_property

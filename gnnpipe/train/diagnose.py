@@ -1,4 +1,4 @@
-"""Finds the first stage, layer and chunk with NaN or infinite values, after an epoch has failed."""
+"""Finds the first stage, op and chunk with NaN or infinite values, after an epoch has failed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_same_weights(rank_runtime: RankRuntime, mesh: Mesh, epoch: int) -> Non
 def find_fault(
     rank_runtime: RankRuntime, mesh: Mesh, first_epoch: int, losses: Sequence[float]
 ) -> str:
-    """Describes the first NaN or infinite values: epoch (from 1), stage, layer and chunk.
+    """Describes the first NaN or infinite values: epoch (from 1), stage, op and chunk.
 
     Runs a forward pass with the current weights and without dropout. If all rows are finite, the
     fault lies in dropout or backward, and a weight with a NaN gradient is named. The same text on
@@ -62,9 +62,10 @@ def find_fault(
     first = min(found, default=None)
     mine: tuple[tuple[int, int, int], str] | None = None
     if first is not None:
-        # A step ends with the push of its layer, the last step with the output of the last layer.
-        layer = names[min(first[1], len(names) - 1)] if names else ["no layer"]
-        mine = first, f"stage {first[0]}, layer {', '.join(layer)}, chunk {first[2]}"
+        # A step ends with the rows that it pushes; the last step follows the last aggregation.
+        step = min(first[1], len(names) - 1)
+        where = f", op {', '.join(names[step])}" if names else ""
+        mine = first, f"stage {first[0]}{where}, chunk {first[2]}"
     executor = rank_runtime.executor
     everyone = mesh.gather((mine, executor.grad_clip.faulty, executor.faulty_chunks))
     passes = [one for one in mesh.gather(executor.fault_pass) if one is not None]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnpipe.config import TrainConfig
+from gnnpipe.plan.model_graph import EDGE_FLOPS
 from gnnpipe.planner import GraphCounts
 from gnnpipe.planner.uniform import op_costs, split_evenly
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -75,6 +76,26 @@ def test_costs_count_stored_features_only(model, encoders):
     starts = [i for i, op in enumerate(graph.ops) if op.aggregates]
     second, third = few[starts[1] : starts[2]], few[starts[2] : starts[3]]
     assert second == third[: len(second)]
+
+
+def test_a_precomputed_aggregation_costs_nothing_per_epoch():
+    alone, shared = (
+        prepared(model="sage", hidden=32, stages=4, shards=shards) for shards in (1, 2)
+    )
+    counts = GraphCounts({"": 60}, {"": 300}, {"": 110})
+    graph = alone.model_graph
+    (first,) = [op for op in graph.ops if op.of_features]
+    spared = [
+        before - after
+        for before, after in zip(
+            op_costs(graph, counts), op_costs(graph, counts, {first.name}), strict=True
+        )
+    ]
+    at = graph.ops.index(first)
+    assert spared[at] == EDGE_FLOPS * first.push_width * 300
+    assert not any(spared[:at] + spared[at + 1 :])
+    # Several shards aggregate features in every epoch, so their first stage is shorter.
+    assert len(alone.plan.stages[0].ops) > len(shared.plan.stages[0].ops)
 
 
 def test_memory_estimate_falls_with_every_axis():
