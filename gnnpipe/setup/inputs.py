@@ -228,11 +228,18 @@ def why_not_validated(graph: Graph, metric: str) -> str:
     return ""
 
 
-def made_model(model: nn.Module | None, config: TrainConfig, graph: Graph) -> nn.Module:
-    """Returns the given model, or the one that ``--model`` names, drawn from ``config.seed``."""
+def made_model(
+    model: nn.Module | None, config: TrainConfig, graph: Graph, warns: bool = False
+) -> nn.Module:
+    """Returns the given model, or the one that ``--model`` names, drawn from ``config.seed``.
+
+    ``warns``: of settings that the built-in model does not read.
+    """
     if model is not None:
         return model
     if not is_user_model(config.model):
+        if warns:
+            _warn_of_unread(config)
         return built_in_model(config, graph)
     torch.manual_seed(config.seed)
     return make_user_model(config, graph)
@@ -259,8 +266,6 @@ def choose_model(
     ranks.
     """
     _warn_of_other_type(model, dtype, world)
-    if world.rank == 0 and config.model in set(MODELS):
-        _warn_of_unread(config)
     error: InputError | None = None
     chosen: Model | None = None
     digest = ""

@@ -97,6 +97,8 @@ def prepare(
     exact epochs at the start, to fill tables that a checkpoint did not store.
     """
     graph = check_parts(config, graph, model)
+    if model is not None:
+        config = replace(config, model=f"passed-in:{type(model).__name__}")
     planner = planner or planner_named(config.plan)
     graph, digest = _read_graph(config, world, graph, loss_fn is None)
     metric = choose_metric(graph, config.metric)
@@ -264,7 +266,7 @@ def _with_inputs(
     Labels and data of vertices become features. The digest counts data of vertices that is read.
     """
     graph = with_label_inputs(graph, config)
-    module = made_model(model, config, graph)
+    module = made_model(model, config, graph, warns=world.rank == 0)
     graph = with_vertex_data(graph, module)
     # Every rank takes part, also one whose graph has no such data.
     common = _common_digest(graph, world)

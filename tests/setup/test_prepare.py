@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import carrying, quick_config, small_graph
 from hetero_models import hetero_data
+from torch_geometric.nn import GraphSAGE
 
 from gnnpipe import Graph
 from gnnpipe.graph.chunking import make_chunking
@@ -98,3 +99,14 @@ def test_chunks_that_are_too_small_for_steps_of_their_own_are_told(settings, is_
     config = quick_config(chunks=4, layers=2, **settings)
     prepared = prepare(config, World.alone(), small_graph(n=300), None)
     assert any("calls take longer" in line for line in head_lines(prepared)) == is_said
+
+
+def told(module, **settings):
+    return head_lines(prepare(quick_config(**settings), World.alone(), small_graph(), module))[1]
+
+
+def test_only_a_model_of_the_config_is_told_with_its_settings():
+    with pytest.warns(UserWarning, match=r"--heads 2: --model gcn does not read it, gat does"):
+        assert told(None, heads=2, layers=2).startswith("model gcn: 2 layers x ")
+    module = GraphSAGE(7, 5, num_layers=3, out_channels=3)
+    assert told(module, heads=2, layers=2).startswith("model GraphSAGE: ")  # and no warning
