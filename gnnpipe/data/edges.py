@@ -83,7 +83,8 @@ def sorted_edges(
     ``edge_index`` [2, E] of ``n`` vertices; ``data`` [E, ...] by field. ``symmetrize``: add the
     reverse edges and keep each edge once, as PyG's ``to_undirected``; where edges carry ``data``, a
     reverse gets the same data, is added only if no edge leads back, and all given edges are kept.
-    ``keeps_order``: also return the order of the edges as they were given.
+    ``keeps_order``: also return the order of the edges as they were given; symmetrized edges have
+    none.
     """
     edges = np.asarray(edge_index)
     if edges.ndim != 2 or edges.shape[0] != 2:
@@ -106,7 +107,7 @@ def sorted_edges(
                     "drop the edge, or give y and x a row for every vertex",
                 )
     source, target = edges
-    if data or keeps_order:
+    if data or (keeps_order and not symmetrize):
         found = _sorted_with_data(source, target, n, symmetrize, data)
         return found if keeps_order else replace(found, order=None)
     # One int64 per edge, target above source, sorted in place: 30 M edges take half a second, and

@@ -38,6 +38,9 @@ def test_npz_dense(tmp_path):
     assert g.test_mask.tolist() == TOY["test_mask"].tolist()
     both = load_graph(str(tmp_path / "toy.npz"), symmetrize=True)
     assert both.num_edges == 6
+    twice = np.concatenate([TOY["edge_index"]] * 2, axis=1)
+    save(tmp_path / "toy.npz", edge_index=twice)
+    assert load_graph(str(tmp_path / "toy.npz"), symmetrize=True).num_edges == 6
 
 
 def test_npz_sparse_and_num_classes(tmp_path):

@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch deprecates what PyG's import uses
     from torch_geometric.data import Data, InMemoryDataset
     from torch_geometric.datasets import Coauthor, KarateClub
+    from torch_geometric.utils import to_undirected
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning")
 
@@ -47,6 +48,12 @@ def test_from_pyg():
     assert g.x.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert np.flatnonzero(g.train_mask).tolist() == [0, 3]
     assert Graph.from_pyg(data(), symmetrize=True).num_edges == 6
+
+
+def test_symmetrize_keeps_each_edge_once_as_to_undirected_does():
+    parallel = torch.tensor([[0, 0, 2, 1, 3], [1, 1, 3, 0, 3]])
+    g = Graph.from_pyg(data(edge_index=parallel), symmetrize=True)
+    assert sorted(g.edge_index.T.tolist()) == sorted(to_undirected(parallel).T.tolist())
 
 
 def test_values_of_the_adjacency_matrix_are_edge_weights():
