@@ -32,7 +32,7 @@ MODELS = {
     "gcn": ["--layers", "16", "--hidden", "128"],
     "sage": ["--layers", "3", "--hidden", "128"],
     "gcnii": ["--layers", "8", "--hidden", "64"],
-    "gat": ["--layers", "3", "--hidden", "64", "--heads", "4"],
+    "gat": ["--layers", "3", "--hidden", "64"],
 }
 GRAPHS = ("squirrel", "coauthor_physics", "debian")
 SHAPES = [

@@ -52,7 +52,7 @@ DATA = ROOT / "docs" / "benchmarks" / "data" / "unequal_speed.jsonl"
 GRAPHS = ("amazon_photo", "pubmed", "dblp")
 MODELS: dict[str, dict[str, Any]] = {
     "gcn": {"model": "gcn", "layers": 9, "hidden": 128},
-    "gat": {"model": "gat", "layers": 6, "hidden": 64, "heads": 4},
+    "gat": {"model": "gat", "layers": 6, "hidden": 64},
 }
 RANKS = (2, 3)
 CHUNKS = {"stages": 8, "shards": 1}

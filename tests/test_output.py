@@ -17,8 +17,11 @@ from gnnpipe import TrainConfig, Trainer, fit_seeds, output
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup import prepare as prepare_module
 
-CAUSE = {"model": "gcn", "alpha": 0.3}
-WARNING = "--alpha 0.3: --model gcn does not read it, gcnii does"
+CAUSE = {"chunks": 2, "label_inputs": 0.5}
+WARNING = (
+    "--label-inputs 0.5: stale rows carry labels that were inputs in the last epoch, also those "
+    "that are trained on now; exact with --chunks 1 or --staleness exact"
+)
 
 
 @pytest.fixture

@@ -127,13 +127,11 @@ class Settings:
     )
     layers: int = _model(2, "number of GNN layers L", low=1, high=10_000)
     hidden: int = _model(64, "hidden width H", low=1, high=1_000_000)
-    heads: int = _model(4, "attention heads (gat); must divide --hidden", low=1)
     dropout: float = _model(0.5, "dropout probability", low=0, below=1)
-    alpha: float = _model(
-        0.1, "gcnii: weight of the initial embedding in every layer", low=0, below=1
-    )
-    theta: float = _model(
-        0.5, "gcnii: strength of the weight matrix, beta = log(theta / layer + 1)", above=0
+    model_args: str = _model(
+        "",
+        "further keyword arguments of the model, such as 'heads=8' (gat) or 'alpha=0.2, theta=1.0' "
+        "(gcnii), or those of a model of your own; values are Python literals",
     )
 
     label_inputs: float = _model(

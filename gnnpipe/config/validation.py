@@ -6,6 +6,7 @@ import math
 import re
 
 from gnnpipe.config.fields import flag
+from gnnpipe.config.model_args import model_args
 from gnnpipe.config.settings import BY_CHUNK, LOGGERS, Settings
 from gnnpipe.errors import InputError
 
@@ -84,11 +85,7 @@ def check_stages(config: Settings) -> None:
 
 
 def _check_model(config: Settings) -> None:
-    if config.hidden % config.heads and config.model == "gat":
-        raise InputError(
-            f"--heads {config.heads}: does not divide --hidden {config.hidden}; "
-            f"try --hidden {math.ceil(config.hidden / config.heads) * config.heads}"
-        )
+    model_args(config.model_args)
     if config.model == "gat" and config.kernel not in ("auto", "embedding-bag"):
         raise InputError(
             f"--kernel {config.kernel}: not used by gat, which computes attention without a "

@@ -28,11 +28,14 @@ class GAT(nn.Module):
         layers: int,
         hidden: int,
         dropout: float,
-        heads: int,
+        heads: int = 4,
     ) -> None:
         """``InputError`` unless ``heads`` divides ``hidden``."""
+        if heads < 1:
+            raise InputError(f"heads {heads} is less than 1")
         if hidden % heads:
-            raise InputError(f"heads {heads}: does not divide hidden {hidden}")
+            wider = hidden + heads - hidden % heads
+            raise InputError(f"heads {heads} does not divide hidden {hidden}; try hidden {wider}")
         super().__init__()
         sizes = pairwise([num_features, *[hidden] * layers])
         self.convs = nn.ModuleList(GATConv(a, b // heads, heads=heads) for a, b in sizes)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch_geometric.nn import GCN2Conv
 
+from gnnpipe.errors import InputError
 from gnnpipe.models.registry import MODELS
 
 
@@ -24,9 +25,14 @@ class GCNII(nn.Module):
         layers: int,
         hidden: int,
         dropout: float,
-        alpha: float,
-        theta: float,
+        alpha: float = 0.1,
+        theta: float = 0.5,
     ) -> None:
+        """``InputError`` unless 0 <= ``alpha`` < 1 and ``theta`` > 0."""
+        if not 0 <= alpha < 1:
+            raise InputError(f"alpha {alpha} is not at least 0 and less than 1")
+        if not theta > 0:
+            raise InputError(f"theta {theta} is not more than 0")
         super().__init__()
         self.encode, self.decode = nn.Linear(num_features, hidden), nn.Linear(hidden, num_classes)
         self.convs = nn.ModuleList(

@@ -9,9 +9,9 @@ from torch import nn
 from gnnpipe.registry import Registry
 
 MODELS: Registry[type[nn.Module]] = Registry("model")
-"""PyG modules. ``__init__`` takes the numbers of features and classes, and then any of the settings
-``layers``, ``hidden``, ``dropout``, ``heads``, ``alpha`` and ``theta`` of ``TrainConfig`` by name;
-``forward`` takes (x, edge_index) and returns the logits [N, C]."""
+"""PyG modules. ``__init__`` takes the numbers of features and classes; ``layers``, ``hidden`` and
+``dropout``; and arguments of its own, which have defaults (``--model-args``). ``forward`` takes
+(x, edge_index) and returns the logits [N, C]."""
 
 
 def widths(num_features: int, num_classes: int, layers: int, hidden: int) -> list[tuple[int, int]]:

@@ -128,7 +128,7 @@ class ComputeTimes:
             return self.ops[kind]
         raise InputError(
             f"profile: has no op like {op.name} ({kind}), {_nearest(kind, self.ops)}; take one "
-            "with the dataset and the model flags of the run (--model, --hidden, --heads) and "
+            "with the dataset and the model flags of the run (--model, --hidden, --model-args) and "
             "with --layers 3 at least, or leave --profile out to measure a short one"
         )
 

@@ -437,6 +437,6 @@ def model_on_shape(
         shape.classes,
     )
     check_parts(config, None, module)
-    module = made_model(module, config, stand_in, warns=True)
+    module = made_model(module, config, stand_in)
     model = choose_model(module, config, stand_in, Mesh.alone(), number_dtype(config), True)
     return describe(model, stand_in)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +20,13 @@ from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import check_cache_dir
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.partition import PARTITIONERS
-from gnnpipe.machine import memory_bytes
 from gnnpipe.models import MODELS, Model
 from gnnpipe.ops.bf16_matmul import is_worth_rounding
-from gnnpipe.output import human_bytes, warn
+from gnnpipe.output import warn
 from gnnpipe.plan import Plan
 from gnnpipe.runtime.comm.world import World
-from gnnpipe.setup.user_model import is_user_model, load_maker, make_user_model
+from gnnpipe.setup.built_in_model import built_in_model, check_built_in
+from gnnpipe.setup.user_model import is_user_model, make_user_model, num_inputs
 from gnnpipe.tasks.loss import ERRORS, LossFn, has_both, has_labels, validation_labels
 from gnnpipe.tasks.scoring import hits_k, is_ranking
 
@@ -48,10 +47,15 @@ def check_parts(config: TrainConfig, graph: Any, model: nn.Module | None) -> Gra
                 "config=resumed_config(run) and resume=run"
             )
         if is_user_model(config.model):
-            load_maker(config.model)
+            num_inputs(config)
         else:
-            MODELS[config.model]
+            check_built_in(config, num_features=1, num_classes=1)
             check_stages(config)
+    elif config.model_args:
+        raise InputError(
+            f"--model-args {config.model_args!r}: no effect on a model that is passed in; give "
+            "them to the model"
+        )
     elif isinstance(model, type):
         raise InputError(f"model: is the class {model.__name__}; pass an instance of it")
     elif not isinstance(model, nn.Module):
@@ -228,18 +232,11 @@ def why_not_validated(graph: Graph, metric: str) -> str:
     return ""
 
 
-def made_model(
-    model: nn.Module | None, config: TrainConfig, graph: Graph, warns: bool = False
-) -> nn.Module:
-    """Returns the given model, or the one that ``--model`` names, drawn from ``config.seed``.
-
-    ``warns``: of settings that the built-in model does not read.
-    """
+def made_model(model: nn.Module | None, config: TrainConfig, graph: Graph) -> nn.Module:
+    """Returns the given model, or the one that ``--model`` names, drawn from ``config.seed``."""
     if model is not None:
         return model
     if not is_user_model(config.model):
-        if warns:
-            _warn_of_unread(config)
         return built_in_model(config, graph)
     torch.manual_seed(config.seed)
     return make_user_model(config, graph)
@@ -418,47 +415,6 @@ def warn_of_vain_rounding(
         warn(f"--matmul-dtype bf16: {found}")
 
 
-def built_in_model(config: TrainConfig, graph: Graph) -> nn.Module:
-    """Returns the built-in model that the config names, with weights drawn from ``config.seed``.
-
-    Raises ``InputError`` if the graph has no number of classes or several types of vertices, or if
-    the weights alone take more memory than this machine has.
-    """
-    if not graph.num_classes and graph.pairs is None:
-        raise InputError(
-            f"--model {config.model}: {graph.name} has no labels, so the width of the last layer "
-            "is not known; try Graph.from_pyg(data, num_classes=...)"
-        )
-    if graph.types is not None:
-        raise InputError(
-            f"--model {config.model}: {graph.name} has several types of vertices; pass a PyG model "
-            "whose forward takes (x_dict, edge_index_dict)"
-        )
-    kind = MODELS[config.model]
-    # For link prediction, the width of the final rows.
-    num_classes = config.hidden if graph.pairs is not None else graph.num_classes
-    settings = {name: getattr(config, name) for name in _settings_of(kind)}
-    _check_weights(config, graph.num_features, num_classes, settings)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        return kind(graph.num_features, num_classes, **settings)
-
-
-def _settings_of(kind: type[nn.Module]) -> list[str]:
-    """Returns the settings that a built-in model takes."""
-    return list(inspect.signature(kind).parameters)[2:]
-
-
-def _warn_of_unread(config: TrainConfig) -> None:
-    """Warns of given settings that only other built-in models read."""
-    read = _settings_of(MODELS[config.model])
-    for other in MODELS:
-        for name in _settings_of(MODELS[other]):
-            value = getattr(config, name)
-            if name not in read and _is_given(config, name):
-                warn(f"{flag(name)} {value}: --model {config.model} does not read it, {other} does")
-
-
 def number_dtype(config: TrainConfig) -> torch.dtype:
     """Returns the number type of weights and sums."""
     return torch.float64 if config.dtype == "float64" else torch.float32
@@ -483,25 +439,3 @@ def settled_config(config: TrainConfig, plan: Plan) -> TrainConfig:
             "plan anew"
         )
     return config
-
-
-def _check_weights(
-    config: TrainConfig, num_features: int, num_classes: int, settings: dict[str, Any]
-) -> None:
-    """``InputError`` if the weights of the config's model alone exceed this machine's memory."""
-
-    def numbers_of(layers: int) -> int:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            model = MODELS[config.model](num_features, num_classes, **settings | {"layers": layers})
-        return sum(p.numel() for p in model.parameters())
-
-    numbers, others = numbers_of(min(config.layers, 2)), max(config.layers - 2, 0)
-    if others:  # from the second layer on, one more layer is always as large
-        numbers += others * (numbers_of(3) - numbers)
-    size_bytes = numbers * number_dtype(config).itemsize
-    if size_bytes > memory_bytes():
-        raise InputError(
-            f"--hidden {config.hidden}: {config.model} with --layers {config.layers} then has "
-            f"{numbers:,} weights, {human_bytes(size_bytes)}, and this machine has "
-            f"{human_bytes(memory_bytes())}; try --hidden 64"
-        )

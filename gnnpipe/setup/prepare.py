@@ -123,7 +123,7 @@ def prepare(
     if config.recompute_every:
         return found
     least_bytes = min(world.gather(rank_memory_bytes(world)))
-    return fit_recompute_every(found, least_bytes, warns=world.rank == 0)
+    return fit_recompute_every(found, least_bytes)
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def _with_inputs(
     Labels and data of vertices become features. The digest counts data of vertices that is read.
     """
     graph = with_label_inputs(graph, config)
-    module = made_model(model, config, graph, warns=world.rank == 0)
+    module = made_model(model, config, graph)
     graph = with_vertex_data(graph, module)
     # Every rank takes part, also one whose graph has no such data.
     common = _common_digest(graph, world)

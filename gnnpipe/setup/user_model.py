@@ -1,7 +1,8 @@
 """A model that ``--model`` names by file or module: ``net.py:make_model`` or ``package.net:Net``.
 
 The function, or class, after the colon is called with the graph and the config, or with as many of
-these two as it takes, and returns a ``torch.nn.Module``.
+these two as it takes, and with the keyword arguments of ``--model-args``; it returns a
+``torch.nn.Module``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import importlib.util
 import inspect
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from gnnpipe.config import TrainConfig
+from gnnpipe.config.model_args import model_args
 from gnnpipe.errors import InputError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.registry import nearest
@@ -37,25 +40,45 @@ def make_user_model(config: TrainConfig, graph: Graph) -> nn.Module:
             the user's code itself is raised as it is.
     """
     make = load_maker(config.model)
-    given = [graph, config]
-    try:
-        signature = inspect.signature(make)
-    except ValueError:  # a class written in C
-        pass
-    else:
-        kinds = [p.kind for p in signature.parameters.values()]
-        if inspect.Parameter.VAR_POSITIONAL not in kinds:
-            positional = (
-                inspect.Parameter.POSITIONAL_ONLY,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            )
-            given = given[: sum(kind in positional for kind in kinds)]
-    model = make(*given)
+    inputs = (graph, config)[: num_inputs(config)]
+    model = make(*inputs, **model_args(config.model_args))
     if not isinstance(model, nn.Module):
         raise InputError(
             f"--model {config.model!r}: returned a {type(model).__name__}, not a torch.nn.Module"
         )
     return model
+
+
+def num_inputs(config: TrainConfig) -> int:
+    """Return how many of graph and config the function that ``config.model`` names takes.
+
+    Raises ``InputError`` as ``load_maker``, and if it cannot be called with ``config.model_args``.
+    """
+    make, given = load_maker(config.model), model_args(config.model_args)
+    try:
+        signature = inspect.signature(make)
+    except ValueError:  # a class written in C
+        return 2
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    count = 2
+    if Parameter.VAR_POSITIONAL not in kinds.values():
+        ahead = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        count = min(sum(kind in ahead for name, kind in kinds.items() if name not in given), 2)
+    start = f"--model-args {config.model_args!r}: "
+    for name in given:
+        if name not in kinds and Parameter.VAR_KEYWORD not in kinds.values():
+            raise InputError(
+                f"{start}{config.model} has no argument {name!r}; {_hint(name, kinds)}"
+            )
+    try:
+        signature.bind(*(None, None)[:count], **given)
+    except TypeError as error:
+        raise InputError(f"{start}{config.model} cannot be called with it ({error})") from None
+    return count
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    return nearest(name, known) if known else "leave it out"
 
 
 def absolute_name(name: str) -> str:

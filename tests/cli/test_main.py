@@ -98,7 +98,7 @@ BAD_WORDS = [
     (["--lr-schedule", "plateau", "--lr-patience", "2"], ["--lr-patience 2", "--eval-every 2"]),
     (["--seeds", "0"], ["--seeds 0", "at least 1"]),
     (["--seeds", "two"], ["--seeds", "'two'"]),
-    (["--model", "gat", "--heads", "3"], ["--heads 3", "--hidden 9"]),
+    (["--model", "gat", "--model-args", "heads=3"], ["'heads=3'", "try hidden 9"]),
     (["--split", "60/20/30"], ["--split '60/20/30'", "60/20/20"]),
     pytest.param(
         ["--device", "cuda"],

@@ -36,7 +36,9 @@ class Found:
 def made(name):
     """The graph, the module of the user if there is one, and the settings of a model."""
     if name in BUILT_IN:
-        settings = {"model": name, "layers": 4, "hidden": WIDTH + (name == "gat"), "heads": 2}
+        settings = {"model": name, "layers": 4, "hidden": WIDTH}
+        if name == "gat":
+            settings |= {"hidden": WIDTH + 1, "model_args": "heads=2"}
         return small_graph(n=VERTICES), None, settings
     torch.manual_seed(0)
     if name == "hetero":

@@ -55,7 +55,7 @@ CASES = {
     "none": {"staleness": "none"},
     "exact": {"staleness": "exact"},
     "one chunk": {"chunks": 1},
-    "blocks of attention": {"model": "gat", "heads": 2},
+    "blocks of attention": {"model": "gat", "model_args": "heads=2"},
     "best": {"keep_weights": "best", "lr_schedule": "plateau", "lr_patience": 2},
     "cosine": {"lr_schedule": "cosine", "warmup_epochs": 2, "clip_norm": 0.1},
     "bf16": {"comm_dtype": "bf16"},

@@ -73,7 +73,7 @@ def relative_change(before, now):
 SETTINGS = [
     {},
     {"staleness": "paper", "snapshot_every": 2},
-    {"staleness": "none", "model": "gat", "heads": 2},
+    {"staleness": "none", "model": "gat", "model_args": "heads=2"},
     {"staleness": "none", "dropout": 0.0},
 ]
 

@@ -11,6 +11,7 @@ from hetero_models import hetero_data
 from torch_geometric.nn import GraphSAGE
 
 from gnnpipe import Graph
+from gnnpipe.errors import InputError
 from gnnpipe.graph.chunking import make_chunking
 from gnnpipe.run.summary import SMALL_CHUNK, head_lines
 from gnnpipe.runtime.comm.world import World
@@ -106,7 +107,8 @@ def told(module, **settings):
 
 
 def test_only_a_model_of_the_config_is_told_with_its_settings():
-    with pytest.warns(UserWarning, match=r"--heads 2: --model gcn does not read it, gat does"):
-        assert told(None, heads=2, layers=2).startswith("model gcn: 2 layers x ")
+    assert told(None, layers=2).startswith("model gcn: 2 layers x ")
     module = GraphSAGE(7, 5, num_layers=3, out_channels=3)
-    assert told(module, heads=2, layers=2).startswith("model GraphSAGE: ")  # and no warning
+    assert told(module, layers=2).startswith("model GraphSAGE: ")
+    with pytest.raises(InputError, match="--model-args 'heads=2': no effect on a model that is"):
+        told(module, model_args="heads=2")

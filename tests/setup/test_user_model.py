@@ -29,6 +29,14 @@ class Net(GraphSAGE):
         super().__init__(graph.num_features, 8, 2, graph.num_classes)
 
 
+def with_width(graph, *, width, aggr="mean"):
+    return GraphSAGE(graph.num_features, width, 2, graph.num_classes, aggr=aggr)
+
+
+def with_anything(graph, *, width=4, **more):
+    return GraphSAGE(graph.num_features, width, 2, graph.num_classes, **more)
+
+
 def fails(graph):
     return [].missing
 
@@ -128,6 +136,33 @@ def test_every_rank_makes_it(net, stages, shards):
 def test_a_wrong_name(net, name, words):
     with pytest.raises(InputError, match=words):
         info(settings(name, "off"))
+
+
+@pytest.mark.parametrize("name", ["with_width", "with_anything"])
+def test_arguments_of_the_model(net, name):
+    given = settings(f"net.py:{name}", "off", model_args="width=5, aggr='max'")
+    trainer = Trainer(given)
+    assert trainer.plan.chunks == 2
+    conv = trainer.model.convs[0]
+    assert (conv.out_channels, type(conv.aggr_module).__name__) == (5, "MaxAggregation")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ("widht=5", "net.py:with_width has no argument 'widht'; did you mean 'width'"),
+        ("graph=5", "cannot be called with it .missing a required"),
+        ("", "--model-args '': .* cannot be called with it .missing a required argument: 'width'"),
+        ("width=[", "'width=\\['.*; try keyword arguments"),
+        (
+            "width=f()",
+            r"f\(\) is no number, text, list or other literal; text needs quotes: width='f",
+        ),
+    ],
+)
+def test_wrong_arguments_of_the_model(net, args, words):
+    with pytest.raises(InputError, match=words):
+        info(settings("net.py:with_width", "off", model_args=args))
 
 
 def test_an_error_of_the_users_code_is_raised_as_it_is(net):

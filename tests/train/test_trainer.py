@@ -3,7 +3,6 @@
 import csv
 import json
 import time
-import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -276,22 +275,6 @@ def test_parts_that_do_not_fit_are_refused():
         Trainer(replace(config, staleness="exact"), graph=graph, plan=stale).fit()
     with pytest.raises(InputError, match="schedule 'zigzag'"):
         Trainer(config, graph=graph, plan=replace(stale, schedule="zigzag")).fit()
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"model": "gcn", "heads": 2}, "--heads 2: --model gcn does not read it, gat does"),
-        ({"model": "gat", "theta": 0.7}, "--theta 0.7: --model gat does not read it, gcnii does"),
-        ({"model": "gcnii", "theta": 0.7}, None),
-        ({"model": "gat", "heads": 2}, None),
-    ],
-)
-def test_a_setting_that_the_model_does_not_read_warns(changes, text):
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        assert Trainer(quick_config(hidden=8, **changes), graph=small_graph()).plan.chunks == 1
-    assert [str(w.message) for w in told] == ([] if text is None else [text])
 
 
 @pytest.mark.parametrize("model", ["gcn", "gat"])

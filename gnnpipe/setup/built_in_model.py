@@ -1,0 +1,83 @@
+"""The built-in model that ``--model`` names."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from gnnpipe.config import TrainConfig
+from gnnpipe.config.model_args import model_args
+from gnnpipe.errors import InputError
+from gnnpipe.graph.graph import Graph
+from gnnpipe.machine import memory_bytes
+from gnnpipe.models import MODELS
+from gnnpipe.output import human_bytes
+from gnnpipe.registry import nearest
+
+
+def built_in_model(config: TrainConfig, graph: Graph) -> nn.Module:
+    """Returns the built-in model that the config names, with weights drawn from ``config.seed``.
+
+    Raises ``InputError`` if the graph has no number of classes or several types of vertices, or if
+    the weights alone take more memory than this machine has.
+    """
+    if not graph.num_classes and graph.pairs is None:
+        raise InputError(
+            f"--model {config.model}: {graph.name} has no labels, so the width of the last layer "
+            "is not known; try Graph.from_pyg(data, num_classes=...)"
+        )
+    if graph.types is not None:
+        raise InputError(
+            f"--model {config.model}: {graph.name} has several types of vertices; pass a PyG model "
+            "whose forward takes (x_dict, edge_index_dict)"
+        )
+    # For link prediction, the width of the final rows.
+    num_classes = config.hidden if graph.pairs is not None else graph.num_classes
+    check_built_in(config, graph.num_features, num_classes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return _make(config, graph.num_features, num_classes)
+
+
+def _make(config: TrainConfig, num_features: int, num_classes: int) -> nn.Module:
+    """Makes the built-in model that the config names; ``InputError`` for wrong arguments."""
+    kind, given = MODELS[config.model], model_args(config.model_args)
+    shared = {name: getattr(config, name) for name in ("layers", "hidden", "dropout")}
+    known = set(inspect.signature(kind).parameters) - {"num_features", "num_classes"}
+    start = f"--model-args {config.model_args!r}: "
+    for name in given:
+        if name in shared:
+            raise InputError(f"{start}{name} is a setting of its own; try --{name} {given[name]}")
+        if name not in known:
+            hint = nearest(name, known - shared.keys()) if known - shared.keys() else "leave it out"
+            raise InputError(f"{start}{config.model} has no argument {name!r}; {hint}")
+    try:
+        return kind(num_features, num_classes, **shared, **given)
+    except (InputError, TypeError, ValueError) as error:
+        raise InputError(
+            f"--model {config.model} with --layers {config.layers}, --hidden {config.hidden} and "
+            f"--model-args {config.model_args!r}: {error}"
+        ) from None
+
+
+def check_built_in(config: TrainConfig, num_features: int, num_classes: int) -> None:
+    """``InputError`` for wrong arguments, or if the weights alone exceed this machine's memory."""
+
+    def numbers_of(layers: int) -> int:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = _make(replace(config, layers=layers), num_features, num_classes)
+        return sum(p.numel() for p in model.parameters())
+
+    numbers, others = numbers_of(min(config.layers, 2)), max(config.layers - 2, 0)
+    if others:  # from the second layer on, one more layer is always as large
+        numbers += others * (numbers_of(3) - numbers)
+    size_bytes = numbers * (8 if config.dtype == "float64" else 4)
+    if size_bytes > memory_bytes():
+        raise InputError(
+            f"--hidden {config.hidden}: {config.model} with --layers {config.layers} then has "
+            f"{numbers:,} weights, {human_bytes(size_bytes)}, and this machine has "
+            f"{human_bytes(memory_bytes())}; try --hidden 64"
+        )
