@@ -46,7 +46,6 @@ from gnnpipe.capture.fx_names import (
     place_of,
     refuse,
 )
-from gnnpipe.capture.last_map import move_last_map
 from gnnpipe.capture.markers import drop
 from gnnpipe.capture.patched_libraries import RecordedValue, patched_libraries
 from gnnpipe.capture.preserve import random_state, unchanged
@@ -428,7 +427,6 @@ def _record(
             mark_assigned(calls, model)
         recording = fx.GraphModule(root, calls)
         _choose_target(recording, graph.target)
-        move_last_map(recording, graph)
     except InputError:
         raise
     except Exception as error:

@@ -60,4 +60,6 @@ def _stage_buckets(
         if size // shards * (shards - 1) >= BUCKET_BYTES:
             begins.append(step)
             size = 0
+    if begins and size + sizes[0] == 0:
+        begins.pop()  # no weights are left for the bucket of step 0
     return (0, *reversed(begins))

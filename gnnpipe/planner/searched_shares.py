@@ -46,8 +46,9 @@ def with_searched_shares(
             stages.append(stage)
     except InputError:
         return None
+    if any(min(stage.shares) <= 0 for stage in stages):
+        return None
     moved = replace(plan, stages=tuple(stages), ways=form.ways(stages))
-    has_rows = moved.split.can_cut(work.num_vertices, chunks)
-    if not has_rows or any(min(stage.shares) <= 0 for stage in stages):
+    if not moved.split.can_cut(work.num_vertices, chunks):
         return None
     return candidate.with_plan(moved).by_halo_if_over(device_bytes)

@@ -388,7 +388,9 @@ def test_a_thousand_shards_in_stages():
 
 
 UNLIKE = Plan(
-    (StagePlan.even((0, 1), (0,)), StagePlan((2, 3), (1, 2), (0.6, 0.4))), 3, "fill-drain"
+    (StagePlan.even(tuple(range(4)), (0,)), StagePlan(tuple(range(4, 9)), (1, 2), (0.6, 0.4))),
+    3,
+    "fill-drain",
 )
 
 

@@ -46,6 +46,10 @@ def test_buckets_are_filled_from_the_last_step(monkeypatch):
     assert gradient_buckets(model, plan_of(model, 2), 4) == [(0, 1, 3, 5)]
     assert gradient_buckets(model, plan_of(model, 2, 3), 4) == [(0, 1), (0, 2)]
     assert gradient_buckets(model, plan_of(model, 1), 4) == [(0,)]
+    # A first step without weights has no bucket of its own.
+    model = ModelGraph("drawn", 8, 8, (layer(0, (), 0), *map(layer, (1, 2), ("a", "b"))))
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    assert gradient_buckets(model, plan_of(model, 2), 4) == [(0, 2)]
 
 
 def losses_of(shapes, bucket_bytes):

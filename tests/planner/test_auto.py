@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planned import FAST, GRAPH, SLOW, devices, space_of
 from torch import nn
@@ -190,6 +190,7 @@ def test_the_order_of_devices_changes_nothing(cluster, work, data):
 
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
+@example(place=0, degree=10, vertices=100_000, model="gcn", uses_all=True)
 @given(
     place=st.integers(0, 3),
     degree=st.integers(10, 200),
