@@ -295,11 +295,9 @@ class _RankBuilder:
 
     def _can_use_cuda_graph(self) -> bool:
         """Whether every epoch launches the same kernels on a single GPU."""
-        prepared, mesh, config = self._prepared, self._mesh, self._prepared.config
+        prepared, mesh = self._prepared, self._mesh
         is_alone = mesh.device.type == "cuda" and prepared.plan.chunks == mesh.world_size == 1
         is_alone = is_alone and not prepared.program.steps_by_chunk
-        # With recomputation, backward draws dropout masks again.
-        draws_in_backward = prepared.recomputes(mesh.stage) and config.dropout > 0
         return (
             is_alone
             and not mesh.recorder.is_on  # a profile times single steps
@@ -307,7 +305,7 @@ class _RankBuilder:
             and prepared.given_edges is None
             and not prepared.config.label_inputs
             and prepared.loss_fn is None
-            and not draws_in_backward
+            and not prepared.recomputes(mesh.stage)  # backward would draw dropout masks again
         )
 
     def _reads_features(self) -> bool:

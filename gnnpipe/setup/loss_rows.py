@@ -54,7 +54,8 @@ def loss_rows_of_shard(
     """Returns ``loss_rows`` counted for the shard that owns the rows ``own``."""
     if not loss_rows.ops:
         return loss_rows
-    return replace(_count(graph, mask, own), ops=loss_rows.ops)
+    counts = _count(graph, mask, own)
+    return replace(loss_rows, rows=counts.rows, edges=counts.edges)
 
 
 def _count(graph: Graph, mask: BoolArray, own: npt.NDArray[np.int64]) -> LossRows:

@@ -67,10 +67,7 @@ class Reference:
 
         ``is_exact``: without stale rows; ``max_norm``: largest gradient norm.
         """
-        outputs = self._outputs(epoch, is_exact)
-        is_train = self.graph.is_train
-        given = {"vertices": is_train.nonzero()[:, 0], "epoch": epoch}
-        loss = self._loss(outputs[is_train], self.graph.y[is_train], given)
+        loss = self._train_loss(self._outputs(epoch, is_exact), epoch)
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         _clip(list(self._weights.values()), min(max_norm, self.config.clip_norm or math.inf))
@@ -82,6 +79,27 @@ class Reference:
         self._optimizer.param_groups[0]["lr"] = learning_rate(self.config, epoch)
         self._optimizer.step()
         return ReferenceEpoch(float(loss.detach()), grads)
+
+    def exact_gradients(self) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+        """Returns gradients without stale rows: by the recorded steps, and by the module.
+
+        ``None`` without a module. The pass writes the tables, so the reference must be new.
+        """
+        if self._user_model is None:
+            return None
+        module = self._user_model.outputs(self.walk.exact_pass(0))
+        return self._gradients(self.walk.walk_exact(0)), self._gradients(module)
+
+    def _gradients(self, outputs: Tensor) -> dict[str, Tensor]:
+        found = torch.autograd.grad(
+            self._train_loss(outputs, 0), list(self._weights.values()), materialize_grads=True
+        )
+        return dict(zip(self._weights, found, strict=True))
+
+    def _train_loss(self, outputs: Tensor, epoch: int) -> Tensor:
+        is_train = self.graph.is_train
+        given = {"vertices": is_train.nonzero()[:, 0], "epoch": epoch}
+        return self._loss(outputs[is_train], self.graph.y[is_train], given)
 
     def _outputs(self, epoch: int, is_exact: bool) -> Tensor:
         if self._user_model is None or not is_exact:

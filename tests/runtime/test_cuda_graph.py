@@ -4,6 +4,7 @@ tests/test_cuda.py runs on a real GPU.
 """
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch_geometric.nn import GCN, GCNConv
 from gnnpipe.ops import triton
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.cuda_graph import Replay
+from gnnpipe.setup.build import _RankBuilder
 from gnnpipe.setup.prepare import prepare
 
 
@@ -150,3 +152,16 @@ def test_a_module_with_a_hook_is_not_replayed():
     module.convs[0].lin.register_forward_hook(lambda module, given, out: out * 2)
     model = prepare(quick_config(), Mesh.alone(), small_graph(), module).model
     assert not model.stage_module(range(model.num_ops)).is_cuda_graph_safe
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_stage_that_draws_masks_in_backward_is_not_replayed(recompute):
+    """A recorded graph would hold the masks of one epoch."""
+    config = quick_config(dropout=0.0, recompute=recompute)
+    prepared = prepare(config, Mesh.alone(), small_graph(), GCN(7, 8, 2, 3, dropout=0.5))
+    mesh = SimpleNamespace(
+        device=torch.device("cuda"), world_size=1, stage=0, recorder=SimpleNamespace(is_on=False)
+    )
+    stage_module = prepared.model.stage_module(range(prepared.model.num_ops))
+    builder = SimpleNamespace(_prepared=prepared, _mesh=mesh, _stage_module=stage_module)
+    assert _RankBuilder._can_use_cuda_graph(builder) != recompute

@@ -416,3 +416,14 @@ def test_depths_are_steps():
     assert [part.op for part in row_wise] == [
         i for i in range(second, model.num_ops) if not aggregates[i]
     ]
+
+
+def test_a_shard_of_all_rows_has_the_loss_rows_of_the_graph():
+    config = quick_config(model="resgcn", layers=3, chunks=3, recompute=True, staleness="none")
+    prepared = prepare(config, Mesh.alone(), small_graph())
+    whole, graph = prepared.loss_rows, prepared.graph
+    assert whole.ops
+    assert whole.copied
+    rows = np.arange(graph.num_vertices)
+    found = loss_rows_module.loss_rows_of_shard(graph, prepared.loss_row_mask, whole, rows)
+    assert found == whole
