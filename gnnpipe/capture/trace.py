@@ -61,6 +61,7 @@ from gnnpipe.capture.rewrite import (
 from gnnpipe.capture.rules.attention import ATTENTION_RULES, HETERO_RULES, performer
 from gnnpipe.capture.rules.convolutions import RULES, TAKES_PAIRS, OtherKindError, reversible
 from gnnpipe.capture.rules.norms import EDGE_RULES, NORMS, frozen_batch_norm
+from gnnpipe.capture.stage.step_calls import HOOKS
 from gnnpipe.capture.trial.sample_graph import Sample
 from gnnpipe.capture.trial.shapes import answer_by_shapes
 from gnnpipe.errors import InputError
@@ -256,11 +257,16 @@ class _Tracer(fx.Tracer):
             for module, is_training in was.items():
                 module.training = is_training
 
+    def _is_identity(self, m: nn.Module) -> bool:
+        """Whether the call of a module returns its first argument as it is."""
+        is_frozen_drop = m in self.frozen and isinstance(m, nn.Dropout)
+        return is_frozen_drop or (type(m) is nn.Identity and not any(getattr(m, h) for h in HOOKS))
+
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Record a module's call: by its rule, as dropout, or as ``fx.Tracer`` does."""
         if self._is_asking:
             return forward(*args, **kwargs)
-        if m in self.frozen and isinstance(m, nn.Dropout):
+        if self._is_identity(m):
             return args[0] if args else kwargs["input"]
         if m in self.frozen and type(m) in (nn.BatchNorm1d, pyg.BatchNorm):
             found = frozen_batch_norm(m, args[0] if args else next(iter(kwargs.values())))

@@ -122,8 +122,8 @@ def verdict(prepared: Prepared, found: list[Comparison], tolerance: float) -> st
 
 
 REFERENCE = (
-    "reference: the module as plain PyG, on one device; with stale rows its recorded steps, after a "
-    "comparison with the module; if plain PyG cannot repeat a dropout, the recorded steps alone"
+    "reference: the module as plain PyG, on one device; with stale rows its recorded steps, after "
+    "a comparison with the module; if plain PyG cannot repeat a dropout, the recorded steps alone"
 )
 """The printed line about the model that the run is compared with."""
 

@@ -71,10 +71,7 @@ class Reference:
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         _clip(list(self._weights.values()), min(max_norm, self.config.clip_norm or math.inf))
-        grads = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in self._module.named_parameters()
-        }
+        grads = self._kept_gradients()
         self.walk.keep_weights()
         self._optimizer.param_groups[0]["lr"] = learning_rate(self.config, epoch)
         self._optimizer.step()
@@ -91,10 +88,15 @@ class Reference:
         return self._gradients(self.walk.walk_exact(0)), self._gradients(module)
 
     def _gradients(self, outputs: Tensor) -> dict[str, Tensor]:
-        found = torch.autograd.grad(
-            self._train_loss(outputs, 0), list(self._weights.values()), materialize_grads=True
-        )
-        return dict(zip(self._weights, found, strict=True))
+        self._optimizer.zero_grad()
+        self._train_loss(outputs, 0).backward()  # type: ignore[no-untyped-call]
+        return self._kept_gradients()
+
+    def _kept_gradients(self) -> dict[str, Tensor]:
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in self._module.named_parameters()
+        }
 
     def _train_loss(self, outputs: Tensor, epoch: int) -> Tensor:
         is_train = self.graph.is_train

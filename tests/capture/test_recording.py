@@ -158,3 +158,13 @@ def test_a_forward_of_one_object_is_run_and_not_the_rule_of_its_class(chunks):
     config = quick_config(epochs=4, chunks=chunks, staleness="exact" if chunks > 1 else "auto")
     found = Trainer(config, graph=graph, model=model).fit()
     np.testing.assert_allclose([r.loss for r in found.history], truth, rtol=1e-8)
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_an_identity_is_no_op_unless_it_has_a_hook(has_hook):
+    module = pyg.GCN(7, 8, 2, 3, norm=None)
+    assert type(module.norms[0]) is nn.Identity
+    if has_hook:
+        module.norms[0].register_forward_hook(lambda module, given, out: out * 2)
+    recording = capture(module, small_graph()).recording
+    assert ("model_norms_0" in [op.name for op in recording.ops]) == has_hook
