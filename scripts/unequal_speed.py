@@ -108,7 +108,7 @@ class Candidates:
 
 
 def equal_plan(shape: str, ranks: int, num_ops: int, like: Plan) -> Plan:
-    """Returns a plan with equal shares, or with equal numbers of layers."""
+    """Returns a plan with equal shares, or with equal numbers of ops."""
     if shape == "shards":
         stages = [StagePlan.even(tuple(range(num_ops)), tuple(range(ranks)))]
     else:

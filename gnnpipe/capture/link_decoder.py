@@ -129,6 +129,10 @@ class PairStageModule(StageModule):
         inner = copy.deepcopy(self._inner, memo)
         return PairStageModule(copy.deepcopy(self._model, memo), inner)
 
+    def maps_of_features(self, types: Collection[str]) -> list[nn.Parameter]:
+        """See ``StageModule``."""
+        return self._inner.maps_of_features(types)
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Weights of the inner ops, then of ``decode``."""
         inner = dict(self._inner.named_parameters())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-import scipy.sparse as sp
 import torch
 from torch import Tensor, fx, nn
 
@@ -118,9 +117,8 @@ def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> Recorde
     relations as 'edge_attr_dict' and 'edge_weight_dict'. For link prediction,
     ``encode`` is recorded instead if the model has it, as PyG's models do. The recorded model
     shares weights and buffers with ``model``, which is left as it was, except that lazy weights are
-    initialised, and maps of sparse features stored by column. ``is_rounded``: linear maps are
-    computed in bf16, except the ones that give the logits. Raises ``InputError`` if the model
-    cannot be recorded.
+    initialised. ``is_rounded``: linear maps are computed in bf16, except the ones that give the
+    logits. Raises ``InputError`` if the model cannot be recorded.
     """
     method = method_of(model, graph)
     names = edge_inputs(model, method, graph)
@@ -129,23 +127,7 @@ def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> Recorde
     with unchanged(model):
         recording, facts, sample, work = _record(model, method, graph, sample)
     found = Recording(model, recording, facts, sample.ends, graph.relations, is_rounded, work)
-    _store_by_column(found, graph)
     return RecordedModel(found)
-
-
-def _store_by_column(recording: Recording, graph: Graph) -> None:
-    """Store the maps [out, F] of sparse features by column.
-
-    A product with sparse features reads the transpose and makes that of the gradient, which would
-    be copied in every pass if the weight were stored by row.
-    """
-    for op in recording.ops:
-        if not recording.maps_features(op):
-            continue
-        if sp.issparse(graph.features(recording.facts[op].vertex_type)):
-            for _, weight in recording.weights(op):
-                if weight.dim() == 2:
-                    weight.data = weight.data.t().contiguous().t()
 
 
 def _record(

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag, scalar_type
-from gnnpipe.config.validation import check_stages
 from gnnpipe.errors import InputError
 from gnnpipe.registry import nearest
 
@@ -127,5 +126,4 @@ def config_of(
         config = resumed_config(options.resume, values)
     else:
         config = TrainConfig.from_dict(values)
-    check_stages(config)
     return config

@@ -72,18 +72,6 @@ def check_timed(config: Settings) -> None:
         )
 
 
-def check_stages(config: Settings) -> None:
-    """Raise ``InputError`` if a built-in model has fewer layers than there are stages.
-
-    A model that is passed in is checked when its ops are known.
-    """
-    if config.stages > config.layers:
-        raise InputError(
-            f"--stages {config.stages}: more stages than layers ({config.layers}); "
-            f"try --stages {config.layers} or more --layers"
-        )
-
-
 def _check_model(config: Settings) -> None:
     model_args(config.model_args)
     if config.model == "gat" and config.kernel not in ("auto", "embedding-bag"):

@@ -14,11 +14,11 @@ from gnnpipe.models.registry import MODELS
 
 
 class GAT(nn.Module):
-    """``x' = dropout(elu(GATConv(x)))`` with a loop at every vertex, behind it a linear map.
+    """``x' = dropout(elu(GATConv(x)))`` with a loop at every vertex; a linear map of the last x.
 
     The results of ``heads`` heads are concatenated to the hidden width. Attention coefficients are
-    not dropped. There is no norm and no encoder with bias: with them, features that are all
-    positive would leave the rows nearly alike.
+    not dropped. There is no norm, and no map with a bias before the first layer: with them, rows of
+    features that are all positive would be nearly equal.
     """
 
     def __init__(

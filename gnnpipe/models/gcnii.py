@@ -12,7 +12,7 @@ from gnnpipe.models.registry import MODELS
 
 
 class GCNII(nn.Module):
-    """``x' = dropout(relu(LayerNorm((1 - beta) m + beta m W)))``, behind it a linear map.
+    """``x' = dropout(relu(LayerNorm((1 - beta) m + beta m W)))``; a linear map of the last x.
 
     ``m = (1 - alpha) A x + alpha h0`` with ``beta = log(theta / (index + 1) + 1)``, A normalised
     as in GCN; ``h0 = relu(features W + b)``, and the first x is ``dropout(h0)``.

@@ -7,18 +7,37 @@ the transposed CSR matrix times the gradient of the output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import scipy.sparse as sp
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Features
 from gnnpipe.ops.bf16_matmul import product
 from gnnpipe.ops.spmm import default_kernel
+
+
+@torch.no_grad()
+def store_by_column(weights: Iterable[nn.Parameter]) -> None:
+    """Store maps [F, in] of sparse features by column.
+
+    A product with sparse features reads the transpose and makes that of the gradient, which would
+    be copied in every pass if the weight were stored by row.
+    """
+    for weight in weights:
+        if not weight.t().is_contiguous():
+            weight.data = weight.data.t().contiguous().t()
+
+
+@torch.no_grad()
+def store_by_row(weights: Iterable[nn.Parameter]) -> None:
+    """Store these maps by row, as modules do."""
+    for weight in weights:
+        weight.data = weight.data.contiguous()
 
 
 class FeatureTable:

@@ -133,6 +133,11 @@ class StageModule(ABC):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the weights of these ops by their names in the whole model."""
 
+    def maps_of_features(self, types: Collection[str]) -> list[nn.Parameter]:
+        """Returns the weights [F, in] of linear maps of the features of these vertex types."""
+        del types
+        return []
+
     @property
     def is_cuda_graph_safe(self) -> bool:
         """Whether every epoch of training launches the same kernels, apart from dropout masks.

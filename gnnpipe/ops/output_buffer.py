@@ -38,8 +38,8 @@ class OutputBuffer:
         for name, rows in pushed.items():
             if rows.data_ptr() != self.rows.data_ptr() or rows.shape != self.rows.shape:
                 raise TypeError(
-                    f"{name}: the step pushes other rows than rows.output_buffer.rows, in which it "
-                    "was to make them (StageModule.writes_output_buffer)"
+                    f"{name}: the step pushes other rows than those that it computed in "
+                    "rows.output_buffer.rows (StageModule.writes_output_buffer)"
                 )
 
     def check_kept(self) -> None:

@@ -59,7 +59,8 @@ class FlatStep:
         self._has_called = False
 
     def adopt(self) -> None:
-        """Take over the state of the weights, if a checkpoint was loaded."""
+        """Take over weights that were stored elsewhere, and their state if it was loaded."""
+        self._adopt_weights()
         states = [self._optimizer.state.get(weight) for weight in self._weights]
         if all(s is p for s, p in zip(states, self._published, strict=True)):
             return
@@ -72,6 +73,18 @@ class FlatStep:
         if found:
             self.optimizer.state[self.flat].update(found)
             self._publish()
+
+    @torch.no_grad()
+    def _adopt_weights(self) -> None:
+        views = self._views(self.flat.data)
+        pairs = list(zip(self._weights, views, strict=True))
+        if all(weight.data_ptr() == view.data_ptr() for weight, view in pairs):
+            return
+        given = [weight.detach().clone() for weight in self._weights]
+        for (weight, view), value in zip(pairs, given, strict=True):
+            view.copy_(value)
+            weight.data = view
+        self._gradients = self._views(self._gradient)
 
     @torch.no_grad()
     def gather(self) -> Tensor:

@@ -552,17 +552,9 @@ class RankMemory:
         return of_loss + most
 
     def _waiting_gradients(self) -> int:
-        """Gradients of encoded features, kept until the gradients of all chunks are complete.
-
-        Features that are aggregated before they are encoded have none.
-        """
-        found = 0
-        for op in self.ops:
-            if op.flops_per_feature:
-                is_spared = op.name in self.precomputed and op.reads_features
-                width = op.flops_per_feature // 2 - op.push_width * is_spared
-                found += width * self.sizes.own_rows[op.vertex_type]
-        return found
+        """Gradients of mapped features, kept until the gradients of all chunks are complete."""
+        own = self.sizes.own_rows
+        return sum(op.flops_per_feature // 2 * own[op.vertex_type] for op in self.ops)
 
     def weights(self) -> int:
         """Weights, gradients and Adam's two moments, and further copies."""

@@ -1,9 +1,8 @@
 """The model as planners and cost formulas see it: a DAG of ops with widths and counts, no tensors.
 
-A width is a count of numbers per row. Ops are listed in the order in
-which they run: an op behind the ops that it reads, branch by branch. A
-stage is a set of ops; because an op may read values of several earlier stages, the stages form a
-DAG as well.
+A width is a count of numbers per row. Ops are listed in the order in which they run: each after the
+ops that it reads, branch by branch. A stage is a set of ops; because an op may read values of
+several earlier stages, the stages form a DAG as well.
 """
 
 from __future__ import annotations

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from gnnpipe.errors import InputError
 from gnnpipe.files import Fields, open_plain
@@ -138,12 +139,17 @@ def _note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
 
+def _model_text(config: Mapping[str, Any]) -> str:
+    name = str(config.get("model", "?"))
+    return name if ":" in name else f"{name}, {config.get('layers', '?')} layers"
+
+
 def _summary(run: Run) -> str:
     plan, result = run.plan, run.result
     shape = f"{plan.num_stages} x {plan.shards_text} x {plan.chunks}, schedule {plan.schedule}"
     rows = [
         ("graph", str(run.config.get("dataset", "?"))),
-        ("model", f"{run.config.get('model', '?')}, {run.config.get('layers', '?')} layers"),
+        ("model", _model_text(run.config)),
         ("stages x shards x chunks", shape),
         ("epochs", f"{run.epochs:,}"),
     ]

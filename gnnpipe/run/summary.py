@@ -248,7 +248,7 @@ def info_lines(prepared: Prepared, memory: Sequence[MemoryEstimate]) -> list[str
     lines.append(f"memory per rank, estimated ({ON_TOP}):")
     for rank, m in enumerate(memory):
         ops = prepared.plan.stages[prepared.plan.placement.stage(rank)].ops
-        # The op that scores pairs is not counted as a layer.
+        # The op that scores pairs is the task's, not the model's.
         shown = [i for i in ops if not prepared.model_graph.ops[i].over_pairs]
         names = f"ops {_ranges(shown)}"
         lines.append(

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gnnpipe.models import Values
+from gnnpipe.models.sparse_input_linear import store_by_column
 from gnnpipe.perf import CommVolume
 from gnnpipe.plan import StageDag
 from gnnpipe.runtime.comm.column_exchange import ColumnExchange
@@ -131,6 +132,8 @@ class Executor:
         self.forecaster = forecaster
         self.label_inputs: LabelInputs | None = None
         """Labels that are inputs, if there are any."""
+        self.sparse_maps: list[nn.Parameter] = []
+        """Maps of sparse features, which training epochs store by column."""
         self.grad_clip = update.grad_clip
         self.gradient_sum = update.gradient_sum
         self._weights = [p for _, p in stage.stage_module.named_parameters()]
@@ -193,8 +196,10 @@ class Executor:
             self.grad_clip.faulty = []
         self.gradient_sum.forget()
         self.stage.begin(epoch, training, order, program.is_exact, program.steps_by_chunk)
-        if training and self._flat is not None:
-            self._flat.adopt()
+        if training:
+            store_by_column(self.sparse_maps)
+            if self._flat is not None:
+                self._flat.adopt()
         policy = self.weight_policy if training and program.steps_by_chunk else None
         self._pass(_Running(program, order, policy, epoch_end), epoch)
         if training and not _steps_together(program):

@@ -13,10 +13,12 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+import scipy.sparse as sp
 import torch
 from torch import Tensor
 
 from gnnpipe.graph.blocks import Blocks
+from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout, restrict, shard_layout, table_layouts
 from gnnpipe.graph.operators import Everyone, LinearOperator
 from gnnpipe.graph.pairs import PAIRS
@@ -183,6 +185,10 @@ class _RankBuilder:
             forecaster,
         )
         executor.label_inputs = self._make_label_inputs()
+        if mesh.device.type == "cpu":  # a recorded CUDA graph would read the weights' old memory
+            copies = [self._stage_module] + ([forecaster.before] if forecaster else [])
+            types = _sparse_types(prepared.graph)
+            executor.sparse_maps = [w for one in copies for w in one.maps_of_features(types)]
         return executor
 
     def _trained_labels(self) -> TrainedLabels:
@@ -531,3 +537,10 @@ class _RankBuilder:
                 name = min(times, key=lambda kernel: times[kernel])
             name = mesh.share(name)
         return kernel_named(name, prepared.row_dtype, mesh.device)
+
+
+def _sparse_types(graph: Graph) -> list[str]:
+    """Returns the vertex types whose features are sparse."""
+    if graph.types is None:
+        return [""] if sp.issparse(graph.x) else []
+    return [name for name, x in graph.types.features.items() if sp.issparse(x)]

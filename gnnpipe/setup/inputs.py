@@ -14,7 +14,6 @@ from gnnpipe.capture.call import names_read_by
 from gnnpipe.capture.link_decoder import PairModel, without_pairs
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
-from gnnpipe.config.validation import check_stages
 from gnnpipe.data.pyg import is_dataset
 from gnnpipe.errors import InputError
 from gnnpipe.graph.cache import check_cache_dir
@@ -50,7 +49,6 @@ def check_parts(config: TrainConfig, graph: Any, model: nn.Module | None) -> Gra
             num_inputs(config)
         else:
             check_built_in(config, num_features=1, num_classes=1)
-            check_stages(config)
     elif config.model_args:
         raise InputError(
             f"--model-args {config.model_args!r}: no effect on a model that is passed in; give "

@@ -155,7 +155,6 @@ KINDS = {
         words("--model gat --model-args heads=3"),
         ["--model gat", "'heads=3'", "try hidden 9"],
     ),
-    "stages past layers": (words("--stages 5"), ["--stages 5", "layers (2)"]),
     "stages without torchrun": (words("--stages 2"), ["--stages 2", "torchrun --nproc-per-node 2"]),
     "shards without torchrun": (words("--shards 3"), ["--shards 3", "torchrun"]),
     "exact and shuffled": (

@@ -18,10 +18,13 @@ from gnnpipe.setup.prepare import prepare
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_settings_of_a_model_are_fields_of_the_config(name):
-    first, second, *settings = inspect.signature(MODELS[name]).parameters
-    assert (first, second) == ("num_features", "num_classes")
-    assert {*settings} <= {f.name for f in dataclasses.fields(TrainConfig)}
+def test_arguments_of_a_model(name):
+    """Those after the shared ones are for ``--model-args``, and have a default."""
+    parameters = inspect.signature(MODELS[name]).parameters
+    names = list(parameters)
+    assert names[:5] == ["num_features", "num_classes", "layers", "hidden", "dropout"]
+    assert all(parameters[one].default is not inspect.Parameter.empty for one in names[5:])
+    assert not {*names[5:]} & {f.name for f in dataclasses.fields(TrainConfig)}
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -37,7 +40,7 @@ def test_a_name_is_registered_once():
 
 
 def test_heads_divide_the_width():
-    with pytest.raises(InputError, match="heads 3: does not divide hidden 8"):
+    with pytest.raises(InputError, match="heads 3 does not divide hidden 8; try hidden 9"):
         GAT(7, 3, layers=2, hidden=8, dropout=0.0, heads=3)
 
 

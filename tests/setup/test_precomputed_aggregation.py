@@ -99,8 +99,7 @@ def test_conditions_of_precomputing(settings, features, count):
     assert len(prepared.precomputed) == count
 
 
-def test_several_shards_send_what_the_closed_form_says():
-    """2 L M H: the first layer's rows are pushed as all others."""
+def test_several_shards_aggregate_features_in_every_epoch():
     for shards, count in ((1, 1), (2, 0)):
         prepared = prepare(config(shards=shards), Mesh.alone(), small_graph())
         shards_of_plan = prepared.plan.most_shards

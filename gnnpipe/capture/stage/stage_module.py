@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import filterfalse, islice
 from typing import Any
@@ -532,6 +532,18 @@ class RecordedStageModule(StageModule):
     ) -> tuple[Values, Values]:
         """Run one step (see ``StageModule``)."""
         return self._steps[index](values, received, rows)
+
+    def maps_of_features(self, types: Collection[str]) -> list[nn.Parameter]:
+        """Weights [F, in] of linear maps of features (see ``StageModule``)."""
+        recording = self._recording
+        found = {
+            name: weight
+            for op in (recording.ops[number] for number in self._ops)
+            if recording.maps_features(op) and recording.facts[op].vertex_type in types
+            for name, weight in recording.weights(op)
+            if weight.dim() == 2
+        }
+        return list(found.values())
 
     @property
     def is_cuda_graph_safe(self) -> bool:

@@ -296,7 +296,7 @@ def check_equals_model(
         if parameter.grad is not None:
             _check_no_nan(parameter.grad, f"the gradient of {name} is")
         if not _same_gradient(parameter, recorded.get(name), rounding):
-            hint = "forward makes its own gradients (autograd.Function, in place under no_grad)"
+            hint = "leave gradients to autograd (no autograd.Function, no writes under no_grad)"
             refuse(f"the gradient of {name} is another in its recording", f"{hint}, {AS_IS}")
     is_other = evaluation is not run.sample
     if is_other or marks or any(other.target is by_mode for other in run.graph.nodes):
@@ -364,7 +364,7 @@ def _check_close(truth: Tensor, found: Tensor, when: str) -> None:
         refuse(
             f"its recording gives other numbers than the model{when} on a sample (by "
             f"{float((truth - found).detach().abs().max()):.1e})",
-            f"forward depends on something that a recording cannot hold, {AS_IS}",
+            f"take out of forward what depends on more than its inputs, {AS_IS}",
         )
 
 
