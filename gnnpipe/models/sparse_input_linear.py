@@ -7,7 +7,8 @@ the transposed CSR matrix times the gradient of the output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,11 +34,14 @@ def store_by_column(weights: Iterable[nn.Parameter]) -> None:
             weight.data = weight.data.t().contiguous().t()
 
 
-@torch.no_grad()
-def store_by_row(weights: Iterable[nn.Parameter]) -> None:
-    """Store these maps by row, as modules do."""
-    for weight in weights:
-        weight.data = weight.data.contiguous()
+@contextmanager
+def by_row_afterwards(weights: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Store these maps by row at the end, as modules do."""
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.data = weight.data.contiguous()
 
 
 class FeatureTable:

@@ -98,6 +98,9 @@ class _Running:
 class Executor:
     """Interpreter of the programs of one plan, on one rank."""
 
+    sparse_maps: Sequence[nn.Parameter] = ()
+    """Maps of sparse features, which training epochs store by column."""
+
     def __init__(
         self,
         dag: StageDag,
@@ -132,8 +135,6 @@ class Executor:
         self.forecaster = forecaster
         self.label_inputs: LabelInputs | None = None
         """Labels that are inputs, if there are any."""
-        self.sparse_maps: list[nn.Parameter] = []
-        """Maps of sparse features, which training epochs store by column."""
         self.grad_clip = update.grad_clip
         self.gradient_sum = update.gradient_sum
         self._weights = [p for _, p in stage.stage_module.named_parameters()]

@@ -25,7 +25,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import IdleRank, InputError, StoppedError
 from gnnpipe.graph.graph import Graph
 from gnnpipe.heap import give_back
-from gnnpipe.models.sparse_input_linear import store_by_row
+from gnnpipe.models.sparse_input_linear import by_row_afterwards
 from gnnpipe.optim.lr_schedule import SchedulerFactory, check_scheduler
 from gnnpipe.optim.optimizers import OptimizerChoice, check_optimizer
 from gnnpipe.output import say, warn
@@ -103,11 +103,9 @@ class Trainer:
 
         Args:
             config: The settings. Parts that are not given are made from the settings.
-            graph: The graph, in place of ``config.dataset``; or a PyG ``Dataset`` of one graph,
-                which is read by ``Graph.from_pyg``.
-            model: A ``torch_geometric`` model that takes (x, edge_index), in place of
-                ``config.model`` and its settings. Its own weights are trained (those of rank 0 if
-                ranks differ).
+            graph: The graph, in place of ``config.dataset``; or a PyG ``Dataset`` of one graph.
+            model: A PyG model that takes (x, edge_index), in place of ``config.model`` and its
+                settings. Its own weights are trained (those of rank 0 if ranks differ).
             plan: The plan, in place of ``config.plan``.
             world: The ranks, if they have been joined for another run of this process. A searched
                 plan may keep fewer of these; ``Trainer.world`` has the ranks for the next run.
@@ -408,11 +406,9 @@ class Trainer:
     def _fit(self, loop: Loop, log: RankLog) -> RunResult:
         """Trains with the callbacks up to the loop's last epoch and writes the result."""
         self._is_fitting = True
-        try:
-            with self._callbacks.of_rank(self, loop.mesh.rank):
-                result = self._train(loop, log)
-        finally:
-            store_by_row(loop.rank_runtime.executor.sparse_maps)
+        by_row = by_row_afterwards(loop.rank_runtime.executor.sparse_maps)
+        with by_row, self._callbacks.of_rank(self, loop.mesh.rank):
+            result = self._train(loop, log)
         if SIGINT in loop.mesh.gather(self._stopping.reason):  # heard in the last epoch
             raise KeyboardInterrupt(f"the run has ended; its folder is {loop.path}")
         self._is_fitting = False
@@ -577,8 +573,7 @@ class Trainer:
             mine = {name: tensor.detach().cpu() for name, tensor in stage_module.named_state()}
             for stage in prepared.plan.stages:  # together, they may be more than an epoch takes
                 model.load(mesh.share(mine, stage.ranks[0]))
-        state = model.module.state_dict()
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        return {k: t.detach().cpu().contiguous() for k, t in model.module.state_dict().items()}
 
 
 @contextmanager

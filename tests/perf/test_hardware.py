@@ -54,7 +54,8 @@ def test_no_product_is_faster_than_the_sheet():
 def test_an_edge_costs_by_what_is_kept_of_it():
     """As many numbers are read of a row, whatever they are cut into; weights are of each head."""
     models = [
-        prepared_of(model="gat", layers=3, hidden=64, heads=heads).model_graph for heads in (1, 8)
+        prepared_of(model="gat", layers=3, hidden=64, model_args=f"heads={heads}").model_graph
+        for heads in (1, 8)
     ]
     kinds = [op_kind(model.aggregations[1]) for model in models]
     assert kinds[0] != kinds[1]

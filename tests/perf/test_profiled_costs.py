@@ -164,8 +164,10 @@ def test_a_profile_of_something_else_is_refused():
 
 def test_a_profile_of_other_heads_is_refused():
     """Attention's time goes by its heads."""
-    profile = profile_of(prepared_of(model="gat", layers=3, hidden=16, heads=2).model_graph)
-    other = prepared_of(model="gat", layers=3, hidden=16, heads=4)
+    profile = profile_of(
+        prepared_of(model="gat", layers=3, hidden=16, model_args="heads=2").model_graph
+    )
+    other = prepared_of(model="gat", layers=3, hidden=16, model_args="heads=4")
     name = other.model_graph.aggregations[0].name
     with pytest.raises(InputError, match=rf"no op like {name} .*kept 4 an edge.*kept 2 an edge"):
         run_costs(other, profile, 1)
