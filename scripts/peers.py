@@ -83,7 +83,6 @@ def ours(
         model=model,
         layers=layers,
         hidden=width,
-        heads=HEADS,
         dropout=DROPOUT,
         lr=0.001,
         chunks=chunks,
