@@ -51,6 +51,12 @@ class TrainConfig(Settings):
         known = {f.name for f in fields(cls)}
         for key in values:
             name = key.replace("-", "_")
+            if name in ("heads", "alpha", "theta"):
+                raise InputError(
+                    f"{source}: {key!r} is an argument of the model; try model_args = "
+                    f"'{name}={values[key]}', or leave it out. (A run of an earlier version can be "
+                    "read by that version alone: its weights have other names.)"
+                )
             if name not in known:
                 raise InputError(f"{source}: unknown key {key!r}; {nearest(key, known)}")
             if name != key and name in values:

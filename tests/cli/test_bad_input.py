@@ -192,6 +192,7 @@ KINDS = {
     "config too long": (words("--config " + "c" * 300), ["--config 'ccc", "a TOML file"]),
     "config unnamed": (words("--config ·"), ["--config ''", "a TOML file"]),
     "TOML unknown key": (toml("layerz = 3"), ["'layerz'", "'layers'"]),
+    "TOML key of earlier": (toml("heads = 3"), ["'heads'", "model_args = 'heads=3'"]),
     "TOML other version": (toml("layers = 3\nwarp = 9"), ["'warp'", "run.toml"]),
     "TOML unknown table": (toml("[train]\nlayers = 3"), ["'train'", "run.toml"]),
     "TOML nested table": (toml("[layers.a.b]\nc = 3"), ["--layers {'a'", "a whole number"]),
