@@ -28,6 +28,8 @@ def model_args(text: str) -> dict[str, Any]:
     for keyword in call.keywords:
         if keyword.arg is None:
             raise InputError(f"{start}not keyword arguments alone; {hint}")
+        if keyword.arg in found:
+            raise InputError(f"{start}{keyword.arg} is given twice; leave one out")
         try:
             found[keyword.arg] = ast.literal_eval(keyword.value)
         except (ValueError, TypeError, RecursionError):

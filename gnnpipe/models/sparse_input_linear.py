@@ -7,9 +7,10 @@ the transposed CSR matrix times the gradient of the output.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -23,15 +24,20 @@ from gnnpipe.ops.spmm import default_kernel
 
 
 @torch.no_grad()
-def store_by_column(weights: Iterable[nn.Parameter]) -> None:
-    """Store maps [F, in] of sparse features by column.
+def store_by_column(weights: Iterable[nn.Parameter], states: Mapping[Any, dict[str, Any]]) -> None:
+    """Store maps [F, in] of sparse features by column, and what the optimizer keeps for them.
 
     A product with sparse features reads the transpose and makes that of the gradient, which would
-    be copied in every pass if the weight were stored by row.
+    be copied in every pass if the weight were stored by row. ``states``: by weight; a fused step
+    reads weight and state in one order.
     """
     for weight in weights:
         if not weight.t().is_contiguous():
             weight.data = weight.data.t().contiguous().t()
+        state = states.get(weight, {})
+        for name, value in state.items():
+            if torch.is_tensor(value) and value.shape == weight.shape:
+                state[name] = value.t().contiguous().t()
 
 
 @contextmanager

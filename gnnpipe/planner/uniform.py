@@ -143,10 +143,11 @@ def _narrowest_cuts(
 
 
 def _tied_weights(model: ModelGraph) -> str:
-    """Return up to three names of weights that several ops use, for the error message."""
+    """Return why up to three weights that several ops use leave fewer cuts; '' without any."""
     uses = Counter(name for op in model.ops for name in set(op.weights))
     names = [name for name, count in uses.items() if count > 1]
-    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}: " if names else ""
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f" ({shown}: weights that several calls share must stay on one stage)" if names else ""
 
 
 class UniformPlanner:
@@ -162,9 +163,8 @@ class UniformPlanner:
         cuts = model.cuts
         if shape.stages > len(cuts) + 1:
             raise InputError(
-                f"--stages {shape.stages}: {model.name} can be cut in {len(cuts)} places "
-                f"({_tied_weights(model)}weights that several calls share must stay on one stage); "
-                f"try --stages {len(cuts) + 1} or more --shards"
+                f"--stages {shape.stages}: {model.name} can be cut in {len(cuts)} places"
+                f"{_tied_weights(model)}; try --stages {len(cuts) + 1} or more --shards"
             )
         crossing = model.crossing()
         is_exact = shape.is_exact or shape.chunks == 1

@@ -18,6 +18,9 @@ from gnnpipe.setup.memory_estimate import partition_memory_bytes
 from gnnpipe.setup.prepared import Prepared
 from gnnpipe.tasks.loss import REGRESSION
 
+MOST_OPS = 40
+"""Ops that are listed by name."""
+
 SMALL_CHUNK = 1 << 16
 """Numbers of a chunk in a layer under which the calls of a chunk take longer than its numbers: on
 one core, GCN of 4 layers of 64, an async epoch of 32 chunks of 39,000 took 2.6 times as long as the
@@ -242,9 +245,17 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in runs)
 
 
+def _ops_line(prepared: Prepared) -> str:
+    """Return the numbers and names of the first ops, as a plan counts them."""
+    ops = prepared.model_graph.ops
+    named = [f"{i} {op.name}{'*' * op.aggregates}" for i, op in enumerate(ops[:MOST_OPS])]
+    more = f", ... ({len(ops)} ops)" if len(ops) > MOST_OPS else ""
+    return f"ops (*: aggregates): {', '.join(named)}{more}"
+
+
 def info_lines(prepared: Prepared, memory: Sequence[MemoryEstimate]) -> list[str]:
     """Return the output of ``gnnpipe info``; ``memory``: the estimate of every rank."""
-    lines = head_lines(prepared)
+    lines = [*head_lines(prepared), _ops_line(prepared)]
     lines.append(f"memory per rank, estimated ({ON_TOP}):")
     for rank, m in enumerate(memory):
         ops = prepared.plan.stages[prepared.plan.placement.stage(rank)].ops

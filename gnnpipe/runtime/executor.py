@@ -198,7 +198,10 @@ class Executor:
         self.gradient_sum.forget()
         self.stage.begin(epoch, training, order, program.is_exact, program.steps_by_chunk)
         if training:
-            store_by_column(self.sparse_maps)
+            for weight in self._weights:
+                weight.grad = None  # of training by the user
+            stepped = self.optimizer if self._flat is None else None
+            store_by_column(self.sparse_maps, {} if stepped is None else stepped.state)
             if self._flat is not None:
                 self._flat.adopt()
         policy = self.weight_policy if training and program.steps_by_chunk else None

@@ -265,8 +265,6 @@ class _RankBuilder:
     def _make_weight_update(self) -> WeightUpdate:
         prepared, mesh, config = self._prepared, self._mesh, self._prepared.config
         named = dict(self._stage_module.named_parameters())
-        for weight in named.values():
-            weight.grad = None  # of earlier training by the user
         # A fused step of Adam takes 0.24 ms in place of 7.2, which counts if there are many.
         is_fused = mesh.device.type == "cuda" or prepared.program.steps_by_chunk
         # Plans with few and with many steps are compared by one measurement.

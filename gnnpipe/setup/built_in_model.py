@@ -44,6 +44,10 @@ def built_in_model(config: TrainConfig, graph: Graph) -> nn.Module:
 
 def _make(config: TrainConfig, num_features: int, num_classes: int) -> nn.Module:
     """Makes the built-in model that the config names; ``InputError`` for wrong arguments."""
+    if config.model.endswith(".py"):
+        raise InputError(
+            f"--model {config.model!r}: names no function; try {config.model}:make_model"
+        )
     kind, given = MODELS[config.model], model_args(config.model_args)
     shared = {name: getattr(config, name) for name in ("layers", "hidden", "dropout")}
     known = set(inspect.signature(kind).parameters) - {"num_features", "num_classes"}
@@ -57,9 +61,12 @@ def _make(config: TrainConfig, num_features: int, num_classes: int) -> nn.Module
     try:
         return kind(num_features, num_classes, **shared, **given)
     except (InputError, TypeError, ValueError) as error:
+        fault = str(error)
+        if not isinstance(error, InputError):
+            fault = f"an argument is of a wrong type ({error})"
         raise InputError(
             f"--model {config.model} with --layers {config.layers}, --hidden {config.hidden} and "
-            f"--model-args {config.model_args!r}: {error}"
+            f"--model-args {config.model_args!r}: {fault}"
         ) from None
 
 

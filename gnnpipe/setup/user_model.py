@@ -73,7 +73,10 @@ def num_inputs(config: TrainConfig) -> int:
     try:
         signature.bind(*(None, None)[:count], **given)
     except TypeError as error:
-        raise InputError(f"{start}{config.model} cannot be called with it ({error})") from None
+        raise InputError(
+            f"{start}{config.model} cannot be called with these arguments, the graph and the "
+            f'config ({error}); try --model-args "width=64", with the names that it takes'
+        ) from None
     return count
 
 

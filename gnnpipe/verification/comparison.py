@@ -121,11 +121,17 @@ def verdict(prepared: Prepared, found: list[Comparison], tolerance: float) -> st
     return text
 
 
-REFERENCE = (
-    "reference: the module as plain PyG, on one device; with stale rows its recorded steps, after "
-    "a comparison with the module; if plain PyG cannot repeat a dropout, the recorded steps alone"
-)
-"""The printed line about the model that the run is compared with."""
+def reference_line(prepared: Prepared) -> str:
+    """Returns the printed line about what the run is compared with."""
+    if prepared.program.is_exact:
+        return (
+            "reference: the module as plain PyG, on one device (its recorded steps, if plain PyG "
+            "cannot repeat a dropout)"
+        )
+    return (
+        "reference: the recorded steps of the module, on one device; without stale rows they were "
+        "compared with the module as plain PyG (unless plain PyG cannot repeat a dropout)"
+    )
 
 
 def compare_epochs(

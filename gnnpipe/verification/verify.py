@@ -22,10 +22,10 @@ from gnnpipe.setup.inputs import check_trainable
 from gnnpipe.setup.prepare import join_world, prepare
 from gnnpipe.tasks.loss import LossFn
 from gnnpipe.verification.comparison import (
-    REFERENCE,
     TOLERANCE,
     Comparison,
     compare_epochs,
+    reference_line,
     verdict,
 )
 
@@ -105,7 +105,7 @@ def verify(
     epochs = compare_epochs(graph, prepared, mesh, config.epochs)
     tolerance = tolerance or TOLERANCE[config.dtype]
     lines = [*head_lines(prepared), *(epoch.text() for epoch in epochs)]
-    lines += [REFERENCE, verdict(prepared, epochs, tolerance)]
+    lines += [reference_line(prepared), verdict(prepared, epochs, tolerance)]
     if world is None:
         mesh.leave()
     return Verification(tuple(epochs), tolerance, "\n".join(lines))

@@ -104,7 +104,8 @@ def test_error_if_other_rows_are_pushed():
     buffer = OutputBuffer.of(torch.zeros(6, 3), 2, 5)
     buffer.check({"aggregate": buffer.rows})
     with pytest.raises(
-        TypeError, match=r"aggregate: .* pushes other rows than rows\.output_buffer"
+        TypeError,
+        match=r"aggregate: .* other rows than those that it computed in rows\.output_buffer",
     ):
         buffer.check({"aggregate": buffer.rows.clone()})
 

@@ -151,8 +151,8 @@ def test_arguments_of_the_model(net, name):
     ("args", "words"),
     [
         ("widht=5", "net.py:with_width has no argument 'widht'; did you mean 'width'"),
-        ("graph=5", "cannot be called with it .missing a required"),
-        ("", "--model-args '': .* cannot be called with it .missing a required argument: 'width'"),
+        ("graph=5", "cannot be called with these arguments, .*missing a required"),
+        ("", "--model-args '': .* cannot be called .*missing a required argument: 'width'"),
         ("width=[", "'width=\\['.*; try keyword arguments"),
         (
             "width=f()",
