@@ -16,8 +16,8 @@ def accuracy(**settings):
         layers=4,
         hidden=64,
         dtype="float32",
-        epochs=40,
-        eval_every=40,
+        epochs=30,
+        eval_every=30,
         **settings,
     )
     return Trainer(config).fit().history[-1].scores.test_acc
