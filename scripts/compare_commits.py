@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -239,7 +240,7 @@ def main() -> None:
             trees.append(tree)
             names.append(name)
         cells = measured(trees, options)
-    words = " ".join([*names, *sys.argv[3:]])
+    words = shlex.join([*names, *sys.argv[3:]])
     target = ROOT / "docs" / "benchmarks" / f"{options.page}.md"
     target.write_text(page(cells, names, words), encoding="utf-8")
 
