@@ -6,10 +6,11 @@ import builtins
 import inspect
 import operator
 import sys
+import sysconfig
 import types
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -114,6 +115,17 @@ _QUESTIONS = (torch_geometric.utils.is_torch_sparse_tensor, torch_geometric.util
 """Functions that return False for a recorded value; the trial refuses a value that is a matrix."""
 
 
+_PYTHON = sysconfig.get_paths()["stdlib"]
+"""Folder of Python's own modules."""
+
+
+@cache
+def _is_of_user(module: str, path: str) -> bool:
+    """Whether a module is neither Python's nor installed; ``path``: its file, if it has one."""
+    is_python = path.startswith(_PYTHON) or module in sys.builtin_module_names
+    return not is_python and "site-packages" not in path and is_own(path)
+
+
 def _edge_functions(opened: Collection[type]) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Modules, names and functions of ``torch_geometric.utils`` that code finds under the names.
 
@@ -122,9 +134,9 @@ def _edge_functions(opened: Collection[type]) -> list[tuple[Any, str, Callable[.
     known = {id(f): f for f in vars(torch_geometric.utils).values() if inspect.isfunction(f)}
     known[id(gcn_norm)] = gcn_norm
     owners = [torch_geometric.utils, *(sys.modules[kind.__module__] for kind in opened)]
-    for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None) or ""
-        if isinstance(module, types.ModuleType) and is_own(path) and "site-packages" not in path:
+    for module_name, module in list(sys.modules.items()):
+        is_of_user = _is_of_user(module_name, getattr(module, "__file__", None) or "")
+        if is_of_user and isinstance(module, types.ModuleType):
             owners.append(module)
     return [
         (owner, name, known[id(value)])

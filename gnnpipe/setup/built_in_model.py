@@ -36,7 +36,7 @@ def built_in_model(config: TrainConfig, graph: Graph) -> nn.Module:
         )
     # For link prediction, the width of the final rows.
     num_classes = config.hidden if graph.pairs is not None else graph.num_classes
-    check_built_in(config, graph.num_features, num_classes)
+    _check_weights(config, graph.num_features, num_classes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return _make(config, graph.num_features, num_classes)
@@ -70,8 +70,19 @@ def _make(config: TrainConfig, num_features: int, num_classes: int) -> nn.Module
         ) from None
 
 
-def check_built_in(config: TrainConfig, num_features: int, num_classes: int) -> None:
-    """``InputError`` for wrong arguments, or if the weights alone exceed this machine's memory."""
+def check_built_in(config: TrainConfig) -> None:
+    """``InputError`` for wrong arguments of the built-in model; nothing is read."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        _make(replace(config, layers=1), num_features=1, num_classes=1)
+
+
+def _check_weights(config: TrainConfig, num_features: int, num_classes: int) -> None:
+    """``InputError`` if the weights alone exceed this machine's memory."""
+    hidden, number_bytes = config.hidden, 8 if config.dtype == "float64" else 4
+    # No built-in model has four times as many weights; building one to count takes a while.
+    rough = 4 * hidden * (num_features + config.layers * (hidden + 8) + num_classes)
+    if rough * number_bytes < memory_bytes():
+        return
 
     def numbers_of(layers: int) -> int:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -81,7 +92,7 @@ def check_built_in(config: TrainConfig, num_features: int, num_classes: int) -> 
     numbers, others = numbers_of(min(config.layers, 2)), max(config.layers - 2, 0)
     if others:  # from the second layer on, one more layer is always as large
         numbers += others * (numbers_of(3) - numbers)
-    size_bytes = numbers * (8 if config.dtype == "float64" else 4)
+    size_bytes = numbers * number_bytes
     if size_bytes > memory_bytes():
         raise InputError(
             f"--hidden {config.hidden}: {config.model} with --layers {config.layers} then has "

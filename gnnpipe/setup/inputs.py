@@ -48,7 +48,7 @@ def check_parts(config: TrainConfig, graph: Any, model: nn.Module | None) -> Gra
         if is_user_model(config.model):
             num_inputs(config)
         else:
-            check_built_in(config, num_features=1, num_classes=1)
+            check_built_in(config)
     elif config.model_args:
         raise InputError(
             f"--model-args {config.model_args!r}: no effect on a model that is passed in; give "
