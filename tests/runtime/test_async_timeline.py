@@ -11,6 +11,7 @@ import slow_ranks
 from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe import Trainer
+from gnnpipe.plan import Plan, StagePlan
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.stage import Stage
 
@@ -88,12 +89,13 @@ def timeline(schedule):
     """Spans and time shares of a run whose ranks sleep in every action."""
     mesh = Mesh.join(STAGES, 1)
     slow_ranks.NAP_S = 0.05
-    config = quick_config(
-        stages=STAGES, chunks=CHUNKS, layers=STAGES, schedule=schedule, staleness="none",
-        eval_every=0, epochs=10,
-    )  # fmt: skip
+    config = quick_config(layers=STAGES, staleness="none", eval_every=0, epochs=10)
+    # One aggregation a stage, so that stages have equally many steps, and naps.
+    runs = ((0, 1), (2, 3), (4, 5), (6, 7, 8))
+    stages = tuple(StagePlan.even(ops, (rank,)) for rank, ops in enumerate(runs))
+    plan = Plan(stages, CHUNKS, schedule)
     with slow_ranks.napping(mesh, slow_ranks.EVERY):
-        result = Trainer(config, small_graph(), world=mesh).fit()
+        result = Trainer(config, small_graph(), world=mesh, plan=plan).fit()
     return result.timeline, result.time_shares, result.epoch_time_s
 
 
