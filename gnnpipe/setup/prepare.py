@@ -123,7 +123,7 @@ def prepare(
     if config.recompute_every:
         return found
     least_bytes = min(world.gather(rank_memory_bytes(world)))
-    return fit_recompute_every(found, least_bytes)
+    return fit_recompute_every(found, least_bytes, warns=world.rank == 0)
 
 
 @dataclass(frozen=True)

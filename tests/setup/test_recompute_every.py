@@ -1,9 +1,10 @@
 """The number of steps recomputed together, chosen by a limit of memory."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
-from helpers import quick_config, small_graph
+from helpers import quick_config, run_ranks, small_graph
 
 from gnnpipe import InputError, Trainer
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -73,6 +74,22 @@ def test_zero_warns_if_no_number_fits(monkeypatch):
     said = f"--recompute-every 0: no number fits into memory by estimate; {least} takes least"
     with pytest.warns(UserWarning, match=said):
         assert prepared_with(0, recompute=True).config.recompute_every == least
+
+
+def warnings_of_rank():
+    mesh = Mesh.join(1, 2)
+    config = quick_config(layers=4, hidden=8, shards=2, recompute=True, recompute_every=0)
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        patched.setattr(memory_estimate, "memory_bytes", lambda: 1000)
+        prepare(config, mesh, small_graph())
+    return [text for text in (str(one.message) for one in told) if "no number fits" in text]
+
+
+def test_one_rank_alone_warns():
+    first, second = run_ranks(warnings_of_rank, 2)
+    assert len(first) == 1
+    assert not second
 
 
 def test_zero_trains_to_the_same_losses():
