@@ -37,9 +37,8 @@ class StalenessSettings:
     """Factor on gradients that arrive from other chunks."""
     is_exact: bool
     """Whether every epoch is run layer by layer, so that no row is stale."""
-    probes_per_column: int = 0
-    """Probe vertices of the forecast for each of the F + 1 columns of an affine map on rows of
-    width F; 0: no forecast."""
+    probes: int = 0
+    """Probe vertices of the forecast, of each vertex type; 0: no forecast."""
     exact_epochs: int = 0
     """Number of epochs at the start that are run layer by layer."""
     exact_above: float = 0.0
@@ -54,9 +53,7 @@ LOGGERS = ("tensorboard", "wandb")
 PRESETS = {
     "none": StalenessSettings(False, 1, 1.0, False),
     "paper": StalenessSettings(True, 23, 2.0, False),
-    "auto": StalenessSettings(
-        True, 1, 1.5, False, probes_per_column=16, exact_epochs=1, exact_above=3.0
-    ),
+    "auto": StalenessSettings(True, 1, 1.5, False, probes=512, exact_epochs=1, exact_above=3.0),
     "exact": StalenessSettings(False, 1, 1.0, True),
 }
 
@@ -341,11 +338,11 @@ class Settings:
     scale_live_gradients: float | None = _staleness(
         None, "factor on gradients that arrive from other chunks (default: by --staleness)", above=0
     )
-    probes_per_column: int | None = _staleness(
+    probes: int | None = _staleness(
         None,
-        "probe vertices for the forecast of stale embeddings. At the start of an epoch n * (F + 1) "
-        "sampled vertices are computed with the new weights; an affine map fitted to their change "
-        "updates all other rows of width F. 0: no forecast (default: by --staleness)",
+        "probe vertices for the forecast of stale embeddings. At the start of an epoch n sampled "
+        "vertices are computed with the new weights; an affine map fitted to their change updates "
+        "all other rows. 0: no forecast (default: by --staleness)",
         low=0,
     )
     exact_epochs: int | None = _staleness(

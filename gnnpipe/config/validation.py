@@ -142,7 +142,7 @@ UNUSED_IN_EXACT = {
     "shuffle_chunks": False,
     "snapshot_every": 1,
     "scale_live_gradients": 1,
-    "probes_per_column": 0,
+    "probes": 0,
     "exact_epochs": 0,
     "exact_above": 0,
 }
@@ -168,8 +168,8 @@ def check_staleness(config: Settings, chunks: int, schedule: str) -> None:
                 f"leave one of the two out, or try {off}"
             )
     found = config.staleness_settings_for(chunks, schedule)
-    if found.probes_per_column and found.snapshot_every > 1:
-        name = "probes_per_column" if config.snapshot_every is None else "snapshot_every"
+    if found.probes and found.snapshot_every > 1:
+        name = "probes" if config.snapshot_every is None else "snapshot_every"
         hint = "--snapshot-every 1" if config.snapshot_every is None else "--staleness paper"
         raise InputError(
             f"{flag(name)} {getattr(config, name)}: a forecast starts from the embeddings of the "

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes, Profile, op_kind
+from gnnpipe.perf.volume import FORECAST_RANK
 from gnnpipe.plan import ModelGraph, Op
 from gnnpipe.registry import nearest
 
@@ -198,6 +199,6 @@ class _Roof:
             backward_after,
             finish,
             forecast=Affine(KERNELS["forecast"] * LAUNCH_S, probe_row_s),
-            carry=Affine(KERNELS["carry"] * LAUNCH_S, self._longer(2 * push**2, 3 * push)),
+            carry=Affine(KERNELS["carry"] * LAUNCH_S, self._longer(4 * push * min(FORECAST_RANK, push), 3 * push)),
             relative_error=0.0,
         )

@@ -219,6 +219,11 @@ def _widths_sent(dag: StageDag) -> Counter[str]:
     return sent
 
 
+FORECAST_RANK = 16
+"""Rank of the slope of a forecast's map; a slope of full rank leaves 2 to 8 % less error
+(docs/adr/0060-a-forecast-of-low-rank.md)."""
+
+
 def affine_fit_sizes(width: int) -> list[int]:
     """Return the sizes of the sums that fit an affine map of rows of ``width`` (F) columns.
 

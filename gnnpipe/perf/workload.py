@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,18 +20,13 @@ STALE_SHARE = 0.5
 """Share of the rows that are read stale (assumed)."""
 
 
-def probe_counts(model: ModelGraph, types: Iterable[str], each: int) -> dict[str, int]:
-    """Return the number of probe vertices by type: ``each`` per column of the type's widest map.
-
-    A graph may have fewer vertices; then all are probe vertices.
-    """
-    widths = dict.fromkeys(types, 0)
-    forecast = [op for op in model.aggregations if op.is_forecast]
-    for op in forecast:
-        if not op.is_mean:
-            pushing = op.vertex_type if op.over_pairs else op.pushed_type
-            widths[pushing] = max(widths[pushing], op.push_width)
-    return {name: each * (width + 1) * bool(forecast) for name, width in widths.items()}
+def num_probes(
+    model: ModelGraph, num_vertices: Mapping[str, int], of_each_type: int
+) -> dict[str, int]:
+    """Return the number of probe vertices by vertex type; at most all vertices of the type."""
+    if not any(op.is_forecast for op in model.aggregations):
+        return dict.fromkeys(num_vertices, 0)
+    return {name: min(of_each_type, count) for name, count in num_vertices.items()}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from gnnpipe.perf import (
     estimate_memory,
     row_way_bytes,
 )
-from gnnpipe.perf.workload import STALE_SHARE, probe_counts
+from gnnpipe.perf.workload import STALE_SHARE, num_probes
 from gnnpipe.plan import ALL_ROWS, ModelGraph, Placement, Plan, StageDag, precomputed_aggregations
 from gnnpipe.planner import GraphCounts, Planner, PlanRequest, naming_plan, planner_named
 from gnnpipe.registry import nearest
@@ -388,8 +388,8 @@ def _probes(
 ) -> int:
     if program.is_exact:
         return 0
-    each = config.staleness_settings_for(plan.chunks, plan.schedule).probes_per_column
-    return min(probe_counts(model, [""], each)[""], shape.vertices)
+    probes = config.staleness_settings_for(plan.chunks, plan.schedule).probes
+    return num_probes(model, {"": shape.vertices}, probes)[""]
 
 
 def _plan_of_shape(

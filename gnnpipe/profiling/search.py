@@ -13,7 +13,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.output import Step, say
 from gnnpipe.perf import CommVolume, Profile, closed_form_volume
-from gnnpipe.perf.workload import Workload, probe_counts
+from gnnpipe.perf.workload import Workload, num_probes
 from gnnpipe.plan import ModelGraph, Placement, Plan
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import (
@@ -58,7 +58,7 @@ def _workload(
     is_symmetric: bool,
 ) -> Workload:
     config = _unrounded(config)
-    each = config.staleness_settings_for(MAX_CHUNKS, config.schedule).probes_per_column
+    probes = config.staleness_settings_for(MAX_CHUNKS, config.schedule).probes
     profile = hardware.profile_of(model, config)
     if hardware.profile is not None:
         check_profile(config, profile, hardware.num_devices, has_forecasts=False)
@@ -72,10 +72,7 @@ def _workload(
         counts.loss_rows,
         counts.loss_numbers,
         halo,
-        sum(
-            min(count, counts.num_vertices[t])
-            for t, count in probe_counts(model, counts.num_vertices, each).items()
-        ),
+        sum(num_probes(model, counts.num_vertices, probes).values()),
         memory_settings(
             config,
             MAX_CHUNKS,

@@ -36,7 +36,7 @@ from gnnpipe.ops.spmm import kernel_named
 from gnnpipe.optim.optimizers import OptimizerChoice
 from gnnpipe.output import Step, report_progress, warn
 from gnnpipe.perf import CommVolume, ShardRows, closed_form_volume, row_way_bytes
-from gnnpipe.perf.workload import probe_counts
+from gnnpipe.perf.workload import num_probes
 from gnnpipe.plan import ModelGraph, Plan, RowWay, StageDag, StagePlan, gradient_buckets
 from gnnpipe.planner import (
     PLANNERS,
@@ -460,10 +460,10 @@ def _probes(
     program: CheckedProgram,
 ) -> npt.NDArray[np.int64]:
     """Returns the probe vertices of the forecast; none if no row of ``program`` is stale."""
-    each = config.staleness_settings_for(plan.chunks, plan.schedule).probes_per_column
-    if not each or program.is_exact:
+    probes = config.staleness_settings_for(plan.chunks, plan.schedule).probes
+    if not probes or program.is_exact:
         return np.empty(0, dtype=np.int64)
-    counts = probe_counts(model, graph.row_types, each)
+    counts = num_probes(model, graph.vertex_counts, probes)
     return choose_probe_vertices(chunking, counts, graph.row_types, config.seed)
 
 
@@ -477,7 +477,7 @@ def _epoch_bytes(
     probes: npt.NDArray[np.int64],
 ) -> CommVolume:
     """Returns the bytes sent in a usual epoch with one optimizer step."""
-    num_probes = {name: int(rows[probes].sum()) for name, rows in graph.row_types.items()}
+    by_type = {name: int(rows[probes].sum()) for name, rows in graph.row_types.items()}
     by_halo = closed_form_volume(
         dag,
         model,
@@ -485,7 +485,7 @@ def _epoch_bytes(
         crossings=[quality.crossings_by_type for quality in qualities],
         number_bytes=number_dtype(config).itemsize,
         row_bytes=row_dtype(config).itemsize,
-        probes=num_probes,
+        probes=by_type,
         label_iterations=config.label_iterations,
     )
     if not dag.plan.ways:

@@ -198,6 +198,16 @@ def _weights_of(model: WholeModel) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.module.state_dict().items()}
 
 
+def _projector(fitted: Tensor) -> Tensor:
+    """Projector [F, F] onto the columns that the forecast keeps (docs/adr/0060)."""
+    width = len(fitted)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(width, min(16, width), dtype=torch.float64, generator=generator)
+    basis = torch.linalg.svd(fitted @ start, full_matrices=False).U
+    projector: Tensor = basis @ basis.T
+    return projector
+
+
 def _move(table: Tensor, old: Tensor, new: Tensor, is_mean: bool) -> Tensor:
     """Applies to a table [N, F] the ridge-regression map from old to new rows [P, F]."""
     d = new - old
@@ -206,7 +216,9 @@ def _move(table: Tensor, old: Tensor, new: Tensor, is_mean: bool) -> Tensor:
     centred = old - old.mean(0)
     gram = centred.T @ centred
     gram += (RIDGE * old.square().sum(0).mean() + 1e-30) * torch.eye(len(gram)).double()
-    slope = torch.linalg.solve(gram, centred.T @ (d - d.mean(0)))
+    change = d - d.mean(0)
+    slope = torch.linalg.solve(gram, centred.T @ change)
+    slope @= _projector(change.T @ centred @ slope)
     shift = d.mean(0) - old.mean(0) @ slope
     wide = table.double()
     moved: Tensor = wide + wide @ slope + shift

@@ -142,12 +142,41 @@ def test_missed_estimates_the_error_on_other_rows():
     found = fit_affine(moments(old, new), 120, 32, torch.float32)
     fresh = torch.randn(4000, 32, generator=generator)
     moved = fresh + 0.1 * torch.randn(4000, 32, generator=generator)
-    truth = float((fresh @ found.factor + found.shift - moved).norm() / moved.norm())
+    truth = float((found.apply(fresh) - moved).norm() / moved.norm())
     assert found.missed == pytest.approx(truth, rel=0.1)
     assert truth > found.moved
     whole = fit_affine(moments(old, new), 120, 32, torch.float32, is_whole=True)
-    error = float((old @ whole.factor + whole.shift - new).norm() / new.norm())
+    error = float((whole.apply(old) - new).norm() / new.norm())
     assert whole.missed == pytest.approx(error, rel=1e-4)
+
+
+@pytest.mark.parametrize("rank", [5, 24])
+def test_a_map_has_a_low_rank(rank):
+    """A change of rank 5 is found; of one of rank 24 the map keeps 16 directions."""
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(4000, 40, generator=generator, dtype=torch.float64)
+    left, right = torch.randn(2, 40, rank, generator=generator, dtype=torch.float64)
+    change = 0.01 * old @ left @ right.T
+    found = fit_affine(moments(old, old + change), 4000, 40, torch.float64, is_whole=True)
+    assert found.left.shape == (40, 16)
+    error = float((found.apply(old) - old - change).norm() / change.norm())
+    # The ridge leaves 1/21 of a change.
+    assert (0.04 < error < 0.06) if rank == 5 else (0.1 < error < 0.5)
+    assert found.missed == pytest.approx(error * found.moved, rel=0.01)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+def test_wide_rows_are_forecast_as_by_the_reference(shape):
+    """Rows of 24 columns, of whose map 16 directions are kept; not all vertices are probes."""
+    settings = {"hidden": 24, "probes": 40}
+    if shape == (1, 1):
+        found = [measured(shape, **settings)]
+    else:
+        found = run_ranks(measured, 4, shape, **settings)
+    expected = truth(**settings)
+    for rows in found:
+        for row, drift in list(zip(rows, expected, strict=True))[1:]:
+            assert list(row.drift) == pytest.approx(drift, rel=1e-9)
 
 
 def test_no_measurement_if_nothing_can_be_stale():

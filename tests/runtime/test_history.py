@@ -91,7 +91,7 @@ def test_frozen_weights_make_the_tables_exact_on_four_ranks():
 def test_frozen_weights_leave_nothing_to_forecast(model):
     """Old and new probe rows are equal, so the map is the identity bit by bit."""
     losses, _, tables = frozen_run(model, 1, 1, LAYERS + 1)
-    settings = {"staleness": "auto", "exact_epochs": 0, "probes_per_column": 4}
+    settings = {"staleness": "auto", "exact_epochs": 0, "probes": 36}
     same_losses, _, same_tables = frozen_run(model, 1, 1, LAYERS + 1, **settings)
     assert same_losses == losses
     for name, table in tables.items():

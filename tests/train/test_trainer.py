@@ -172,12 +172,12 @@ def test_every_rank_ends_with_all_weights():
 
 def test_techniques_follow_the_preset_unless_set_one_by_one():
     auto = TrainConfig(chunks=4).staleness_settings_for(4, "fill-drain")
-    assert (auto.probes_per_column, auto.exact_epochs, auto.snapshot_every) == (16, 1, 1)
+    assert (auto.probes, auto.exact_epochs, auto.snapshot_every) == (512, 1, 1)
     paper = TrainConfig(chunks=4, staleness="paper").staleness_settings_for(4, "fill-drain")
-    assert paper.probes_per_column == 0
+    assert paper.probes == 0
     short = TrainConfig(chunks=4, epochs=3, exact_epochs=3).staleness_settings_for(4, "fill-drain")
     assert short.is_exact, "a run of exact epochs alone is an exact run"
-    assert not short.probes_per_column
+    assert not short.probes
     assert (paper.shuffle_chunks, paper.snapshot_every, paper.scale_live_gradients) == (True, 23, 2)
     none = TrainConfig(chunks=4, staleness="none", snapshot_every=5).staleness_settings_for(
         4, "fill-drain"

@@ -62,7 +62,7 @@ QUICK_CASES = [
 OTHER_CASES = [
     (5, {"staleness": "paper"}),
     (5, {"staleness": "none", "epochs": 2}),
-    (5, {"exact_epochs": 0, "scale_live_gradients": 1.5, "probes_per_column": 4}),
+    (5, {"exact_epochs": 0, "scale_live_gradients": 1.5, "probes": 36}),
     (5, {"shuffle_chunks": True, "staleness": "none"}),
     (5, {"partitioner": "random", "dropout": 0.3}),
     (1, {"recompute": True}),

@@ -28,6 +28,7 @@ from gnnpipe.collectives import CollectiveWork
 from gnnpipe.graph.layout import ShardLayout
 from gnnpipe.ops.output_buffer import OutputBuffer
 from gnnpipe.runtime.comm.halo_exchange import HaloExchange
+from gnnpipe.runtime.staleness.affine_map import AffineMap
 
 
 class Drift:
@@ -196,15 +197,14 @@ class History(ABC):
         if self._whole:
             self.table = self.table.new_empty(0, self.table.shape[1])
 
-    def move(self, factor: Tensor, shift: Tensor, rows: Tensor | None = None) -> None:
-        """Replace ``rows`` [t] (default: all) by ``row @ factor + shift``, [F, F] and [F]."""
+    def move(self, found: AffineMap, rows: Tensor | None = None) -> None:
+        """Apply a map to ``rows`` [t] (default: all) of the table."""
         if rows is None:
             rows = torch.arange(len(self.table), device=self.table.device)
         # In pieces, because the temporary would be a second table.
         for piece in torch.split(rows, _MOVE_ROWS[self.table.device.type]):
-            old = self.table.index_select(0, piece).to(factor.dtype)
-            moved = torch.addmm(shift, old, factor)
-            self.table.index_copy_(0, piece, moved.to(self.table.dtype))
+            old = self.table.index_select(0, piece).to(found.shift.dtype)
+            self.table.index_copy_(0, piece, found.apply(old).to(self.table.dtype))
 
     @abstractmethod
     def read(self, chunk: int) -> Tensor:

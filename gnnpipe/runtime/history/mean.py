@@ -17,6 +17,7 @@ from gnnpipe.graph.operators import Everyone
 from gnnpipe.ops.norm_relu_blocks import blocks_of
 from gnnpipe.runtime.comm.halo_exchange import sum_over_shards
 from gnnpipe.runtime.history.base import History, HistorySpec
+from gnnpipe.runtime.staleness.affine_map import AffineMap
 
 
 class MeanHistory(History):
@@ -88,10 +89,9 @@ class MeanHistory(History):
             self._grads[chunk] *= self.scale
         return found.to(self._dtype).expand(1 if self._is_sum else stop - start, -1)
 
-    def move(self, factor: Tensor, shift: Tensor, rows: Tensor | None = None) -> None:
-        """Replace every row by ``row @ factor + shift``, and so every part of the mean."""
-        moved = self.table @ factor.double() + self._shares * shift.double()
-        self.table.copy_(moved)
+    def move(self, found: AffineMap, rows: Tensor | None = None) -> None:
+        """Apply a shift to every row, and so to every part of the mean."""
+        self.table += self._shares * found.shift.double()
 
     def _summed(self, part: Tensor) -> Tensor:
         self.exchange.sent_bytes += sum_over_shards(part, self.exchange.mesh)

@@ -1,7 +1,8 @@
 """Affine map from the old to the new rows of the probe vertices, fitted by ridge regression.
 
-The fit needs only sums over the rows, which the shards add up. With frozen weights, old and new
-rows are equal, and the map is the identity bit by bit.
+The slope has a low rank (reduced-rank regression), since it is applied to a whole table. The fit
+needs only sums over the rows, which the shards add up. With frozen weights, old and new rows are
+equal, and the map is the identity bit by bit.
 
 Shapes: P probe vertices on all shards, p on this shard, F columns.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gnnpipe.perf.volume import affine_fit_sizes, shift_fit_sizes
+from gnnpipe.perf.volume import FORECAST_RANK, affine_fit_sizes, shift_fit_sizes
 
 RIDGE = 5e-2
 """Ridge penalty on the slope, relative to the mean square of the rows. The mean of the rows is not
@@ -22,16 +23,27 @@ subtracted for this: if all rows are nearly equal, only their common shift can b
 
 @dataclass(frozen=True)
 class AffineMap:
-    """The map ``row @ factor + shift``."""
+    """The map ``row + row @ left @ right + shift``."""
 
-    factor: Tensor
-    """[F, F]"""
+    left: Tensor
+    """[F, r], r = min(FORECAST_RANK, F), or 0 for a shift alone"""
+    right: Tensor
+    """[r, F]"""
     shift: Tensor
     """[F]"""
     moved: float
     """Change of the probe rows, relative to their size (Frobenius norms)."""
     missed: float
     """Estimated error of the map on other rows, relative to their size."""
+
+    def apply(self, rows: Tensor, weights: Tensor | float = 1.0) -> Tensor:
+        """Return the map of ``rows`` [n, F].
+
+        Args:
+            rows: Rows, or sums of rows, each row times its weight.
+            weights: Sum [n, 1] of the weights in each sum.
+        """
+        return torch.addmm(rows, rows @ self.left, self.right).add_(weights * self.shift)
 
 
 def moments(old: Tensor, new: Tensor) -> Tensor:
@@ -66,6 +78,10 @@ def fit_affine(
 ) -> AffineMap:
     """Fit the change to the old rows by ridge regression, without a penalty on the intercept.
 
+    For rows X, changes D and the ridge solution S, the slope is ``S Q Q^T``, where Q [F, r] spans
+    the fitted changes best. Q comes from one step of subspace iteration with the Gram matrix of the
+    fitted changes (Halko, Martinsson and Tropp, SIAM Review 2011, section 4.5).
+
     Args:
         sums: ``moments`` of the rows, added up over the shards.
         rows: P.
@@ -85,17 +101,27 @@ def fit_affine(
     cross = cross.view(width, width) - torch.outer(x, d) / rows
     eye = torch.eye(width, dtype=sums.dtype, device=sums.device)
     both = torch.linalg.solve(full + ridge * eye, torch.cat([cross, full], dim=1))
-    slope, freedom = both[:, :width], 1 + float(both[:, width:].diagonal().sum())
+    ridge_slope, freedom = both[:, :width], 1 + float(both[:, width:].diagonal().sum())
+    basis, _ = torch.linalg.qr(cross.T @ (ridge_slope @ _start(width).to(sums.device)))
+    left, right = ridge_slope @ basis, basis.T
+    slope = left @ right
     shift = (d - x @ slope) / rows
     explained = 2 * (slope * cross).sum() - (slope * (full @ slope)).sum() + (d * d).sum() / rows
     total = max(float(size), 1e-30)
     left_freedom = 1.0 if is_whole else max(1 - freedom / rows, 1 / rows)
     return AffineMap(
-        (eye + slope).to(dtype),
+        left.to(dtype),
+        right.to(dtype).contiguous(),
         shift.to(dtype),
         (float(moved) / total) ** 0.5,
         (max(float(moved - explained), 0.0) / total) ** 0.5 / left_freedom,
     )
+
+
+def _start(width: int) -> Tensor:
+    """Return the first basis [F, r] of the subspace iteration, float64 on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(width, min(FORECAST_RANK, width), generator=generator, dtype=torch.float64)
 
 
 def mean_moments(old: Tensor, new: Tensor) -> Tensor:
@@ -109,7 +135,7 @@ def fit_shift(sums: Tensor, rows: int, dtype: torch.dtype) -> AffineMap:
     d, moved, size = torch.split(sums, shift_fit_sizes(len(sums) - 2))
     total = max(float(size), 1e-30)
     residual = max(float(moved - d.square().sum() / rows), 0.0)
-    eye = torch.eye(len(d), dtype=dtype, device=sums.device)
+    none = torch.zeros(len(d), 0, dtype=dtype, device=sums.device)
     return AffineMap(
-        eye, (d / rows).to(dtype), (float(moved) / total) ** 0.5, (residual / total) ** 0.5
+        none, none.T, (d / rows).to(dtype), (float(moved) / total) ** 0.5, (residual / total) ** 0.5
     )

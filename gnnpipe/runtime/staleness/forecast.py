@@ -173,14 +173,14 @@ class Forecaster:
         for name, found in self.maps.items():
             stale = self._stale.get(self._over[name])
             rows = None if stale is None else stale.in_order(order, stale_pairs)
-            self.histories[name].move(found.factor, found.shift, rows)
+            self.histories[name].move(found, rows)
 
 
 class _Neighbours:
     """Aggregation of the probe vertices' neighbours, from a table or from the mapped table.
 
-    The mapped rows are not computed: ``A (T F + 1 s) = (A T) F + (A 1) s``, for a table T and a map
-    of factor F and shift s.
+    The mapped rows are not computed: the map of ``A T`` with the weights ``A 1`` is the aggregation
+    of the mapped table T.
     """
 
     def __init__(self, structure: _Structure, probes: Tensor) -> None:
@@ -214,9 +214,9 @@ class _Neighbours:
         if read is None:
             assert self.block is not None
             halo = table[self.block.halo_rows].to(new.dtype)
-            return self._block_input(torch.addmm(found.shift, halo, found.factor), new)
+            return self._block_input(found.apply(halo), new)
         if self._linear is not None:
-            return Received(read @ found.factor + self._weights.to(read.dtype) * found.shift)
+            return Received(found.apply(read, self._weights.to(read.dtype)))
         return Received((read + found.shift).expand(len(new), -1))
 
     def _block_input(self, halo: Tensor, own: Tensor) -> Received:
