@@ -202,7 +202,8 @@ class RunFolder:
         with self._disk():
             # Serialized in memory first: torch's own writer hides the error of a full disk.
             buffer = io.BytesIO()
-            torch.save(dict(weights), buffer)
+            # Copies: of a view, torch saves all of the memory that it lies in.
+            torch.save({name: value.clone() for name, value in weights.items()}, buffer)
             aside.write_bytes(buffer.getbuffer())
             os.replace(aside, self.path / "model.pt")
             _replace(self.path / "result.json", text + "\n")

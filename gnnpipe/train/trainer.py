@@ -566,11 +566,11 @@ class Trainer:
         return mesh, prepared, self._rank_runtime
 
     def _collect(self, mesh: Mesh, prepared: Prepared) -> dict[str, Tensor]:
-        """Loads the weights of all stages into the model, on every rank."""
+        """Loads the weights of all stages into the model, on every rank; sends no views."""
         model = prepared.model
         if mesh.world_size > 1:
             stage_module = model.stage_module(prepared.plan.stages[mesh.stage].ops)
-            mine = {name: tensor.detach().cpu() for name, tensor in stage_module.named_state()}
+            mine = {name: t.detach().cpu().clone() for name, t in stage_module.named_state()}
             for stage in prepared.plan.stages:  # together, they may be more than an epoch takes
                 model.load(mesh.share(mine, stage.ranks[0]))
         return {k: t.detach().cpu().contiguous() for k, t in model.module.state_dict().items()}
