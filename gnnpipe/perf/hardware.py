@@ -199,6 +199,9 @@ class _Roof:
             backward_after,
             finish,
             forecast=Affine(KERNELS["forecast"] * LAUNCH_S, probe_row_s),
-            carry=Affine(KERNELS["carry"] * LAUNCH_S, self._longer(4 * push * min(FORECAST_RANK, push), 3 * push)),
+            carry=Affine(
+                KERNELS["carry"] * LAUNCH_S,
+                self._longer(4 * push * min(FORECAST_RANK, push), 3 * push),
+            ),
             relative_error=0.0,
         )

@@ -68,12 +68,9 @@ BAD_WORDS = [
     (["--staleness", "papre"], ["--staleness 'papre'", "paper"]),
     (["--chunks", "2", "--staleness", "exact", "--snapshot-every", "5"], ["--snapshot-every 5"]),
     (["--chunks", "2", "--staleness", "exact", "--exact-epochs", "5"], ["--exact-epochs 5"]),
-    (
-        ["--chunks", "2", "--staleness", "exact", "--probes", "9"],
-        ["--probes 9"],
-    ),
+    (["--chunks", "2", "--staleness", "exact", "--probes", "9"], ["--probes 9"]),
     (["--chunks", "2", "--snapshot-every", "5"], ["--snapshot-every 5", "--staleness paper"]),
-    (["--probes", "-1"], ["--probes-per-column -1", "at least 0"]),
+    (["--probes", "-1"], ["--probes -1", "at least 0"]),
     (
         ["--chunks", "2", "--staleness", "paper", "--probes", "9"],
         ["--probes 9", "--snapshot-every 1"],
