@@ -103,8 +103,11 @@ class TrainedRun:
         try:
             module.load_state_dict(state | dict(self.weights))
         except RuntimeError as error:
-            wrong = " ".join(str(error).split())
-            raise InputError(f"run {str(self.path)!r}: its weights do not fit ({wrong})") from None
+            wrong = " ".join(str(error).split()).partition("state_dict for ")[2] or str(error)
+            raise InputError(
+                f"run {str(self.path)!r}: its weights do not fit this graph ({wrong}); "
+                "try a graph with as many features and classes as the run's"
+            ) from None
 
     def model_ending_at(self, layer: str, graph: Graph, model: nn.Module | None) -> nn.Module:
         """Return a copy of the run's model with its weights, which ends at ``layer``."""

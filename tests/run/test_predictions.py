@@ -179,7 +179,9 @@ def test_features_of_another_width_are_named(trained, tmp_path, capsys):
     other = npz(tmp_path / "other.npz", small_graph(features=9))
     flags = ["--dataset", other, "--out", str(tmp_path / "new.npy")]
     assert main(["predict", str(trained / "run"), *flags]) == 2
-    assert "its weights do not fit" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "its weights do not fit" in error
+    assert "as many features and classes as the run's" in error
 
 
 def test_parts_from_python_are_named(tmp_path, capsys):
