@@ -25,7 +25,7 @@ _GROUPS = {
     TaskKind.BACKWARD: ("compute of", "all compute"),
     TaskKind.PRODUCT: ("compute of", "all compute"),
     TaskKind.PULL: ("compute of", "all compute"),
-    TaskKind.BEGIN: ("begin of", "all beginnings"),
+    TaskKind.BEGIN: ("epoch start of", "all epoch starts"),
     TaskKind.FORECAST: ("forecast of", "all forecasts"),
     TaskKind.CARRY: ("forecast of", "all forecasts"),
     TaskKind.REDUCE_FIT: ("forecast of", "all forecasts"),

@@ -267,7 +267,7 @@ def info_lines(prepared: Prepared, memory: Sequence[MemoryEstimate]) -> list[str
             f"{human_bytes(m.structure)}, features {human_bytes(m.features)}, history "
             f"{human_bytes(m.history)}, activations {human_bytes(m.activations)}, weights "
             f"{human_bytes(m.weights)}"
-            + (f", set-up {human_bytes(m.setup)} above these" if m.setup else "")
+            + (f"; while it is built, {human_bytes(m.setup)} more" if m.setup else "")
         )
     before = human_bytes(partition_memory_bytes(prepared))
     lines.append(

@@ -165,16 +165,17 @@ def test_a_map_has_a_low_rank(rank):
     assert found.missed == pytest.approx(error * found.moved, rel=0.01)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
-def test_wide_rows_are_forecast_as_by_the_reference(shape):
-    """Rows of 24 columns, of whose map 16 directions are kept; not all vertices are probes."""
-    settings = {"hidden": 24, "probes": 40}
-    if shape == (1, 1):
-        found = [measured(shape, **settings)]
-    else:
-        found = run_ranks(measured, 4, shape, **settings)
-    expected = truth(**settings)
-    for rows in found:
+WIDE = {"hidden": 24, "probes": 40}
+"""Rows of 24 columns, of whose map 16 directions are kept; 40 of the vertices are probes."""
+
+
+def measured_wide(shape):
+    return measured(shape, **WIDE)
+
+
+def test_wide_rows_are_forecast_as_by_the_reference():
+    expected = truth(**WIDE)
+    for rows in [measured_wide((1, 1)), *run_ranks(measured_wide, 4, (2, 2))]:
         for row, drift in list(zip(rows, expected, strict=True))[1:]:
             assert list(row.drift) == pytest.approx(drift, rel=1e-9)
 
