@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -115,10 +117,11 @@ def report() -> None:
     lines = [
         "# Memory of four stages, by schedule",
         "",
-        f"`scripts/memory_async.py`, {rows[-1]['date']}, commit {', '.join(commits)}. {LAYERS} "
+        f"`scripts/memory_async.py`, {rows[-1]['date']}, commit {', '.join(commits)}; "
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}. {LAYERS} "
         f"layers of {HIDDEN}, S = {STAGES}, K = {CHUNKS}, {EPOCHS} epochs and an evaluation, on "
         "CPUs. MiB that each rank grew by, from before its part was allocated to the peak of the "
-        f"run, stage by stage; medians of {', '.join(map(str, sorted(counts)))} runs. *In use*: "
+        f"run, stage by stage; medians of {', '.join(map(str, sorted(counts)))} run(s). *In use*: "
         "blocks of the heap that are allocated. *Resident*: all that the process has of the "
         "machine, with the holes between those blocks "
         "([decision 0052](../adr/0052-what-moves-in-async-is-small.md)). *Over estimate*: in use, "

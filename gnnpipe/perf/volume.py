@@ -220,8 +220,7 @@ def _widths_sent(dag: StageDag) -> Counter[str]:
 
 
 FORECAST_RANK = 16
-"""Rank of the slope of a forecast's map; a slope of full rank leaves 2 to 8 % less error
-(docs/adr/0060-a-forecast-of-low-rank.md)."""
+"""Rank of the slope of a forecast's map (docs/adr/0060-a-forecast-of-low-rank.md)."""
 
 
 def affine_fit_sizes(width: int) -> list[int]:
