@@ -566,7 +566,7 @@ class Trainer:
         return mesh, prepared, self._rank_runtime
 
     def _collect(self, mesh: Mesh, prepared: Prepared) -> dict[str, Tensor]:
-        """Loads the weights of all stages into the model, on every rank; a view would be sent with all of its memory."""
+        """Loads copies of the weights of all stages into the model, on every rank."""
         model = prepared.model
         if mesh.world_size > 1:
             stage_module = model.stage_module(prepared.plan.stages[mesh.stage].ops)
