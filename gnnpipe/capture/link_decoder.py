@@ -129,6 +129,11 @@ class PairStageModule(StageModule):
         inner = copy.deepcopy(self._inner, memo)
         return PairStageModule(copy.deepcopy(self._model, memo), inner)
 
+    @property
+    def feature_structures(self) -> tuple[str, ...]:
+        """See ``StageModule``."""
+        return self._inner.feature_structures
+
     def maps_of_features(self, types: Collection[str]) -> list[nn.Parameter]:
         """See ``StageModule``."""
         return self._inner.maps_of_features(types)

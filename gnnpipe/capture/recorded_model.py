@@ -63,8 +63,11 @@ class RecordedModel(Model):
     def size_text(self) -> str:
         """Numbers of ops and of aggregations, and whether edges are random."""
         ops = self.recording.ops
+        once = sum(map(self.recording.aggregates_features, ops))
+        count = sum(map(self.recording.aggregates, ops)) + once
+        of_features = f" ({once} of the features, computed once)" if once else ""
         random = ", random edges in every epoch" if self.edges_are_random else ""
-        return f"{len(ops)} ops, {sum(map(self.recording.aggregates, ops))} aggregations{random}"
+        return f"{len(ops)} ops, {count} aggregations{of_features}{random}"
 
     def has_bf16_products(self, dense: Collection[str]) -> bool:
         """Whether bf16 products apply to some linear map (see ``Model``)."""
@@ -110,7 +113,9 @@ class RecordedModel(Model):
 
 
 @collector_paused()
-def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> RecordedModel:
+def capture(
+    model: nn.Module, graph: Graph, is_rounded: bool = False, features_change: bool = False
+) -> RecordedModel:
     """Record a PyG model whose forward takes (x, edge_index).
 
     Edge data of ``graph`` is passed to forward's parameters of the same name, and of single
@@ -118,7 +123,8 @@ def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> Recorde
     ``encode`` is recorded instead if the model has it, as PyG's models do. The recorded model
     shares weights and buffers with ``model``, which is left as it was, except that lazy weights are
     initialised. ``is_rounded``: linear maps are computed in bf16, except the ones that give the
-    logits. Raises ``InputError`` if the model cannot be recorded.
+    logits. ``features_change``: from epoch to epoch. Raises ``InputError`` if the model cannot be
+    recorded.
     """
     method = method_of(model, graph)
     names = edge_inputs(model, method, graph)
@@ -126,8 +132,8 @@ def capture(model: nn.Module, graph: Graph, is_rounded: bool = False) -> Recorde
     initialise_lazy(model, method, sample)
     with unchanged(model):
         recording, facts, sample, work = _record(model, method, graph, sample)
-    found = Recording(model, recording, facts, sample.ends, graph.relations, is_rounded, work)
-    return RecordedModel(found)
+    settings = sample.ends, graph.relations, is_rounded, work, features_change
+    return RecordedModel(Recording(model, recording, facts, *settings))
 
 
 def _record(

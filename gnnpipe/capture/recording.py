@@ -26,7 +26,7 @@ from gnnpipe.capture.rules.attention import is_mapped
 from gnnpipe.capture.stage.row_work import multiplies, plain_summands
 from gnnpipe.capture.stage.step_calls import is_linear
 from gnnpipe.graph.graph import EDGE_DATA
-from gnnpipe.graph.operators import EVERYONE, RELATION, WEIGHTED, relation_ends
+from gnnpipe.graph.operators import EVERYONE, LINEAR_KINDS, RELATION, WEIGHTED, relation_ends
 from gnnpipe.graph.types import Relation, numbered_name
 
 
@@ -55,16 +55,17 @@ class Recording:
         relations: Sequence[Relation],
         is_rounded: bool,
         edge_work: EdgeWork | None = None,
+        features_change: bool = False,
     ) -> None:
         """``model`` and ``graph_module`` share weights and buffers.
 
         ``ends``: by edge input, the vertex types of sources and targets. ``is_rounded``: linear
         maps are computed in bf16, except those in ``scoring``. ``edge_work``: makes the edges that
-        the calls read.
+        the calls read. ``features_change``: from epoch to epoch, as labels among them do.
         """
         self.model, self.graph_module, self.facts = model, graph_module, facts
         self.ends, self.relations, self.is_rounded = ends, relations, is_rounded
-        self.edge_work = edge_work
+        self.edge_work, self.features_change = edge_work, features_change
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recording:
         """A copy with its own weights; the recorded calls are shared."""
@@ -83,7 +84,7 @@ class Recording:
                 setattr(root, path, getattr(self.graph_module, path))
         calls = fx.GraphModule(root, self.graph_module.graph)
         settings = self.ends, self.relations, self.is_rounded, self.edge_work
-        return Recording(twin, calls, self.facts, *settings)
+        return Recording(twin, calls, self.facts, *settings, self.features_change)
 
     @property
     def digest(self) -> str:
@@ -179,8 +180,19 @@ class Recording:
         )
 
     def aggregates(self, call: fx.Node) -> bool:
-        """Whether a call reads rows of other vertices."""
-        return call.target is aggregate or bool(self.facts[call].form)
+        """Whether a call reads rows of other vertices, which they push in every epoch."""
+        is_aggregation = call.target is aggregate or bool(self.facts[call].form)
+        return is_aggregation and not self.aggregates_features(call)
+
+    def aggregates_features(self, call: fx.Node) -> bool:
+        """Whether a call is the product of a fixed matrix and the features.
+
+        It is computed once, when the run is set up, and its rows are given like the features.
+        """
+        if call.target is not aggregate or self.edges_are_random or self.features_change:
+            return False
+        is_one_matrix = call.kwargs["structure"] in LINEAR_KINDS  # not of one of several relations
+        return is_one_matrix and is_input(call.all_input_nodes[0], FEATURES)
 
     def helpers(self, op: fx.Node) -> list[fx.Node]:
         """Calls that are no ops and that an op depends on, in order."""

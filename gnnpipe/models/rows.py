@@ -26,7 +26,10 @@ class Rows:
     keys: Tensor
     """[C] int32, dropout keys of the vertices."""
     features: FeatureRows | None
-    """Input features [C, num_features], dense or sparse; ``None`` except on the first stage."""
+    """Input features [C, num_features], dense or sparse; ``None`` on stages that read none."""
+    aggregated: Mapping[str, Tensor] = field(default_factory=dict)
+    """By matrix of ``StageModule.feature_structures`` its product with all features, computed once:
+    [C, num_features]."""
     seed: int = 0
     epoch: int = 0
     training: bool = False

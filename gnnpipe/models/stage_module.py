@@ -49,8 +49,6 @@ class Aggregation:
     """Bytes of structure for every edge, without the edge itself."""
     moves: bool = True
     """The pushed rows depend on weights, not on the features alone, and can be forecast."""
-    of_features: bool = False
-    """The pushed rows are the features."""
 
     @property
     def structure_key(self) -> tuple[str, str, str]:
@@ -132,6 +130,11 @@ class StageModule(ABC):
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the weights of these ops by their names in the whole model."""
+
+    @property
+    def feature_structures(self) -> tuple[str, ...]:
+        """Matrices whose product with the features the steps read (``Rows.aggregated``)."""
+        return ()
 
     def maps_of_features(self, types: Collection[str]) -> list[nn.Parameter]:
         """Returns the weights [F, in] of linear maps of the features of these vertex types."""

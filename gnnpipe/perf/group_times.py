@@ -98,9 +98,8 @@ class GroupTimes:
     def _op_times(self, group: Group) -> Floats:
         """Return the times of each op's forward and backward for a chunk, [2, ops]."""
         chunks, shards, table = self.chunks, group.shards, self.table
-        is_precomputed = shards == 1 and self.is_exact and not self.workload.memory.rounds_rows
         recompute = group.recompute and not self.workload.profile.recompute
-        costs = table.steps(is_precomputed, recompute)
+        costs = table.steps(recompute)
         part = group.work / chunks
         forward = costs.forward_base_s * group.slowdown + costs.forward_s * part
         backward = costs.backward_base_s * group.slowdown + costs.backward_s * part

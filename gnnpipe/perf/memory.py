@@ -23,7 +23,6 @@ from gnnpipe.plan import (
     RowWay,
     Segments,
     StageDag,
-    precomputed_aggregations,
     shared_tables,
 )
 
@@ -177,21 +176,13 @@ class RankMemory:
         return dict(zip((op.name for op in self.ops), steps, strict=True))
 
     @cached_property
-    def precomputed(self) -> frozenset[str]:
-        """Ops whose aggregation is computed once for all epochs."""
-        rounds_rows, is_exact = self.settings.rounds_rows, self.settings.is_exact
-        return precomputed_aggregations(self.model, self.plan.most_shards, rounds_rows, is_exact)
-
-    @cached_property
     def shared(self) -> frozenset[str]:
         """Ops whose gradients share a table with the aggregated rows."""
         limited, settings = self.sizes.loss_rows.ops, self.settings
         if settings.in_flight:
             return frozenset()
         rounds_rows, is_exact = settings.rounds_rows, settings.is_exact
-        return shared_tables(
-            self.model, self.plan, self.precomputed, limited, rounds_rows, is_exact
-        )
+        return shared_tables(self.model, self.plan, limited, rounds_rows, is_exact)
 
     @cached_property
     def by_columns(self) -> frozenset[str]:
@@ -207,8 +198,7 @@ class RankMemory:
     @cached_property
     def pushing(self) -> list[Op]:
         """Ops with a history table."""
-        ops = [op for op in self.ops if op.aggregates and not op.is_mean]
-        return [op for op in ops if op.name not in self.precomputed]
+        return [op for op in self.ops if op.aggregates and not op.is_mean]
 
     @cached_property
     def entries(self) -> int:
@@ -243,8 +233,7 @@ class RankMemory:
     @property
     def is_linear(self) -> bool:
         """Some aggregation is a product with a matrix of the shard."""
-        pushing = [op for op in self.ops if op.aggregates and not op.is_mean]
-        return any(op.is_linear and op.name not in self.by_columns for op in pushing)
+        return any(op.is_linear and op.name not in self.by_columns for op in self.pushing)
 
     @property
     def has_blocks(self) -> bool:
@@ -308,14 +297,19 @@ class RankMemory:
         return found
 
     def features(self) -> int:
-        """Input features; sparse features with their transpose, both as (index, value).
+        """Input features and what is aggregated of them; sparse ones with their transpose.
 
-        Label columns are copied in a byte a number; beside sparse features they are dense.
+        A sparse number is stored as (index, value). Label columns are copied in a byte a number;
+        beside sparse features they are dense.
         """
         number, sizes, found = self.settings.number_bytes, self.sizes, 0
+        given = {op.structure: op for op in self.ops if op.is_given}
+        for op in given.values():
+            rows = sizes.own_rows[op.vertex_type] + (sizes.probe_rows or {}).get(op.vertex_type, 0)
+            found += sum(op.outputs.values()) * rows * number
         if any(op.reads_features for op in self.ops):
             each = 2 * (_INDEX_BYTES + number) if self.settings.sparse_features else number
-            found = (sizes.feature_entries + sizes.probe_feature_entries) * each
+            found += (sizes.feature_entries + sizes.probe_feature_entries) * each
             found += sizes.label_numbers * (1 + number * self.settings.sparse_features)
         return found
 

@@ -5,7 +5,7 @@ Ops of one kind on the same types of vertices cost the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from typing import NamedTuple
@@ -77,7 +77,7 @@ class OpTable:
     def __init__(self, workload: Workload) -> None:
         self.workload, self.ops = workload, workload.model.ops
         self.compute = workload.profile.compute_of(workload.ranks_at_once)
-        self._steps: dict[tuple[bool, bool], StepCosts] = {}
+        self._steps: dict[bool, StepCosts] = {}
         self._begins: dict[bool, BeginCosts] = {}
 
     @cached_property
@@ -144,40 +144,37 @@ class OpTable:
         number = {op.name: i for i, op in enumerate(self.ops)}
         return [number.get(op.push_maker, -1) for op in self.ops]
 
-    def steps(self, is_precomputed: bool, recompute: bool) -> StepCosts:
+    def steps(self, recompute: bool) -> StepCosts:
         """Return the times of the ops' steps.
 
         Args:
-            is_precomputed: Aggregations of the input features are computed once for all epochs.
             recompute: The ops keep only their inputs until backward.
 
         Raises:
             InputError: The profile lacks a kind of ops.
         """
-        key = is_precomputed, recompute
-        if key not in self._steps:
-            names = {op.name for op in self.ops if op.of_features} if is_precomputed else set()
-            self._steps[key] = self._step_costs(names, recompute)
-        return self._steps[key]
+        if recompute not in self._steps:
+            self._steps[recompute] = self._step_costs(recompute)
+        return self._steps[recompute]
 
-    def _step_costs(self, precomputed: Collection[str], recompute: bool) -> StepCosts:
+    def _step_costs(self, recompute: bool) -> StepCosts:
         work, loss = self.workload, self.workload.loss_rows
         found: dict[tuple[object, ...], _OneOp] = {}
         columns = []
         for op, kind in zip(self.ops, work.kinds, strict=True):
-            key = kind, op.vertex_type, op.pushed_type, op.name in loss.ops, op.name in precomputed
+            key = kind, op.vertex_type, op.pushed_type, op.name in loss.ops
             if key not in found:
                 times = self.compute.times_of(op, kind)
                 times = times.recomputing(op.is_linear) if recompute else times
-                found[key] = self._kind_costs(op, times, op.name in precomputed)
+                found[key] = self._kind_costs(op, times)
             columns.append(found[key])
         return StepCosts(*np.array(columns).T)
 
-    def _kind_costs(self, op: Op, times: OpTimes, is_precomputed: bool) -> _OneOp:
+    def _kind_costs(self, op: Op, times: OpTimes) -> _OneOp:
         """Return the times of the ops of a kind, for the whole graph in one chunk."""
         work, loss = self.workload, self.workload.loss_rows
         rows, edges_of = work.table_rows[op.vertex_type], 0
-        if op.aggregates and not op.is_mean and not is_precomputed:
+        if op.aggregates and not op.is_mean:
             edges_of = work.num_edges[op.pushed_type if op.over_pairs else op.vertex_type]
         if op.name in loss.ops and op.aggregates:
             edges_of = loss.edges

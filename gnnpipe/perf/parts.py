@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -33,19 +33,13 @@ class Part(NamedTuple):
     side: Side
 
 
-def step_parts(
-    model: ModelGraph, ops: Sequence[int], precomputed: Collection[str] = ()
-) -> list[list[Part]]:
-    """Return the parts of each step of a stage; an op without a push has the part AFTER only.
-
-    ``precomputed``: ops whose aggregation is precomputed; they push nothing, and both parts lie in
-    the step after their aggregation.
-    """
+def step_parts(model: ModelGraph, ops: Sequence[int]) -> list[list[Part]]:
+    """Return the parts of each step of a stage; an op without a push has the part AFTER only."""
     steps: list[list[Part]] = [[] for _ in range(model.num_steps(ops))]
     for i, depth in zip(ops, model.depths(ops), strict=True):
         op = model.ops[i]
         if op.aggregates:
-            steps[depth - (op.name not in precomputed)].append(Part(i, Side.BEFORE))
+            steps[depth - 1].append(Part(i, Side.BEFORE))
         steps[depth].append(Part(i, Side.AFTER))
     return steps
 
@@ -96,8 +90,6 @@ class ChunkSizes:
     """[G] own and halo rows that are read stale, the mean over all orders of the chunks."""
     probes: Mapping[str, Counts]
     """[G] probe rows among the own rows."""
-    precomputed: frozenset[str] = frozenset()
-    """Ops whose aggregation is computed once for all epochs."""
     loss_rows: frozenset[str] = frozenset()
     """Ops that compute only the loss rows (``plan.choose_loss_rows``)."""
     loss_row_counts: Counts = field(default_factory=_no_counts)
@@ -155,7 +147,7 @@ class ChunkSizes:
         entries = edges = zeros
         if op.reads_features and side is (Side.BEFORE if op.aggregates else Side.AFTER):
             entries = self.entries[op.vertex_type]
-        if op.aggregates and not op.is_mean and op.name not in self.precomputed:
+        if op.aggregates and not op.is_mean:
             edges = self.edges[op.pushed_type if op.over_pairs else op.vertex_type]
         if op.name in self.loss_rows and op.aggregates:
             edges = self.loss_row_source_edges if side is Side.BEFORE else self.loss_row_edges

@@ -95,10 +95,7 @@ class ProfiledCosts:
         self._recompute_every = 1
         recomputed = {op for stage in plan.stages if stage.recompute for op in stage.ops}
         self._ops = [self._times_of(op, i in recomputed) for i, op in enumerate(model.ops)]
-        self._parts = [
-            step_parts(model, stage.ops, of_stage.precomputed)
-            for stage, of_stage in zip(plan.stages, sizes.stages, strict=True)
-        ]
+        self._parts = [step_parts(model, stage.ops) for stage in plan.stages]
         self._steps: dict[tuple[Direction, int, int], npt.NDArray[np.float64]] = {}
         self._messages: dict[tuple[int, int], dict[tuple[int, int], npt.NDArray[np.int64]]] = {}
         self._pulls: dict[tuple[int, int], npt.NDArray[np.float64]] = {}

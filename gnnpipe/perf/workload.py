@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gnnpipe.perf.memory import MemorySettings, ShardSizes
 from gnnpipe.perf.parts import ChunkSizes, PlanSizes
 from gnnpipe.perf.profile import LinkTimes, Profile, op_kind
-from gnnpipe.plan import LossRows, ModelGraph, Plan, StageDag, precomputed_aggregations
+from gnnpipe.plan import LossRows, ModelGraph, Plan, StageDag
 from gnnpipe.plan.cluster import Cluster, Link
 
 STALE_SHARE = 0.5
@@ -134,7 +134,7 @@ class Workload:
         by_shard = {t: n * parts.sum(1) for t, n in self.table_rows.items()}
         stale = STALE_SHARE * (1 + halo) * (not is_exact)
         crossing = divided({t: n * halo for t, n in self.table_rows.items()})
-        loss, rounds_rows = self.loss_rows, self.memory.rounds_rows
+        loss = self.loss_rows
         limited = divided({"rows": loss.rows, "edges": loss.edges})
         return ChunkSizes(
             rows=divided(self.table_rows),
@@ -144,9 +144,6 @@ class Workload:
             halo=crossing,
             stale={t: np.round(rows * stale).astype(np.int64) for t, rows in by_shard.items()},
             probes={t: np.round(probes * parts.sum(1)).astype(np.int64) for t in by_shard},
-            precomputed=precomputed_aggregations(
-                self.model, plan.most_shards, rounds_rows, is_exact
-            ),
             loss_rows=loss.ops,
             loss_row_counts=limited["rows"],
             loss_row_edges=limited["edges"],

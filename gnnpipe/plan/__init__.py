@@ -3,7 +3,7 @@
 from gnnpipe.plan.buckets import gradient_buckets, gradient_steps, op_gradient_steps
 from gnnpipe.plan.late_steps import late_steps
 from gnnpipe.plan.loss_rows import ALL_ROWS, LossRows, choose_loss_rows
-from gnnpipe.plan.model_graph import ModelGraph, Op, precomputed_aggregations, shared_tables
+from gnnpipe.plan.model_graph import ModelGraph, Op, shared_tables
 from gnnpipe.plan.plan import Placement, Plan, StagePlan
 from gnnpipe.plan.row_ways import RowWay, column_bounds
 from gnnpipe.plan.segments import Segments
@@ -29,6 +29,5 @@ __all__ = [
     "gradient_steps",
     "late_steps",
     "op_gradient_steps",
-    "precomputed_aggregations",
     "shared_tables",
 ]

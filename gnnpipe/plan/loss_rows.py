@@ -60,17 +60,12 @@ ALL_ROWS = LossRows(0, 0)
 
 
 def choose_loss_rows(
-    model: ModelGraph,
-    last_stage: Sequence[int],
-    counts: LossRows,
-    num_vertices: int,
-    precomputed: Collection[str] = (),
+    model: ModelGraph, last_stage: Sequence[int], counts: LossRows, num_vertices: int
 ) -> LossRows:
     """Returns ``counts`` with the ops that are limited to loss rows, or ``ALL_ROWS``.
 
-    ``last_stage``: its ops. ``precomputed``: aggregations that are computed once for all epochs
-    (``plan.precomputed_aggregations``). The result does not depend on ``--recompute``, so that runs
-    with and without this flag agree to the bit.
+    ``last_stage``: its ops. The result does not depend on ``--recompute``, so that runs with and
+    without this flag agree to the bit.
     """
     depths = model.depths(last_stage)
     last_depth = max(depths, default=0)
@@ -78,7 +73,7 @@ def choose_loss_rows(
     last_ops = [op for op, depth in zip(stage_ops, depths, strict=True) if depth == last_depth]
     if last_depth == 0 or counts.rows > MAX_SHARE * num_vertices:
         return ALL_ROWS
-    if not all(_can_limit_rows(op, precomputed) for op in last_ops):
+    if not all(map(_can_limit_rows, last_ops)):
         return ALL_ROWS
     ops = frozenset(op.name for op in last_ops)
     return replace(counts, ops=ops, copied=_copied(model, last_stage, depths, ops))
@@ -105,12 +100,12 @@ def _copied(
     return frozenset(found)
 
 
-def _can_limit_rows(op: Op, precomputed: Collection[str]) -> bool:
-    """Whether ``op`` is row-wise, or a product with a fixed matrix that is computed in every epoch.
+def _can_limit_rows(op: Op) -> bool:
+    """Whether ``op`` is row-wise, or a product with a fixed matrix.
 
-    An op that reads features cannot be limited, because features are given for all rows.
+    An op that reads features, or their aggregated rows, cannot be limited: these are given for all
+    rows.
     """
-    if op.vertex_type or op.reads_features:
+    if op.vertex_type or op.reads_features or op.is_given:
         return False
-    is_product = op.is_linear and not op.is_mean and not op.over_pairs
-    return not op.aggregates or (is_product and op.name not in precomputed)
+    return not op.aggregates or (op.is_linear and not op.is_mean and not op.over_pairs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice
 
@@ -26,19 +26,13 @@ activation, dropout, copies) on one number that is kept until backward."""
 
 
 def shared_tables(
-    model: ModelGraph,
-    plan: Plan,
-    precomputed: Collection[str],
-    loss_rows: Collection[str],
-    rounds_rows: bool,
-    is_exact: bool,
+    model: ModelGraph, plan: Plan, loss_rows: Collection[str], rounds_rows: bool, is_exact: bool
 ) -> frozenset[str]:
     """Return the aggregations whose results and gradients share one table (docs/adr/0028).
 
     Args:
         model: The ops.
         plan: The plan.
-        precomputed: Aggregations that are computed once (``precomputed_aggregations``).
         loss_rows: Ops that are limited to loss rows, with a matrix of their own (``LossRows.ops``).
         rounds_rows: Whether the tables hold rounded rows (``--comm-dtype bf16``).
         is_exact: Whether the program has no stale reads.
@@ -52,7 +46,7 @@ def shared_tables(
             op = model.ops[i]
             if plan.way(i) is RowWay.COLUMNS:
                 continue  # its gradients have other columns than its aggregated rows
-            if op.aggregates and op.is_linear and not op.is_mean and op.name not in precomputed:
+            if op.aggregates and op.is_linear and not op.is_mean:
                 by_matrix[op.structure, op.name in loss_rows].append(op.name)
         for names in by_matrix.values():
             # With stale reads, backward needs a matrix without the stale entries. Making this
@@ -60,19 +54,6 @@ def shared_tables(
             if len(names) > 1 or is_exact:
                 found.update(names)
     return frozenset(found)
-
-
-def precomputed_aggregations(
-    model: ModelGraph, most_shards: int, rounds_rows: bool, is_exact: bool
-) -> frozenset[str]:
-    """Return the ops whose aggregation of input features is computed once for all epochs.
-
-    Empty for programs with stale reads, several shards, or rounded rows (``rounds_rows``), where
-    results would depend on the shape of the run.
-    """
-    if most_shards > 1 or not is_exact or rounds_rows:
-        return frozenset()
-    return frozenset(op.name for op in model.ops if op.of_features)
 
 
 @dataclass(frozen=True)
@@ -109,7 +90,8 @@ class Op:
     structure_per_edge: int = 0
     """Bytes per edge of index arrays, beyond the edge itself."""
     structure: str = ""
-    """Name of the matrix or edges that the op aggregates over (``models.Aggregation``)."""
+    """Name of the matrix or edges that the op aggregates over (``models.Aggregation``); of a
+    row-wise op the matrix whose product with the input features is its value (``is_given``)."""
     is_linear: bool = True
     """The aggregation, if any, is a product with a fixed matrix."""
     is_mean: bool = False
@@ -130,9 +112,7 @@ class Op:
     kept_per_pair: int = 0
     """Numbers per pair that are kept until backward."""
     reads_features: bool = False
-    """The op reads the input features."""
-    of_features: bool = False
-    """The pushed rows are the input features, so that their aggregation can be precomputed."""
+    """The op reads the input features themselves."""
     weights: tuple[str, ...] = ()
     """Names of the weights and buffers that the op uses."""
     kind: str = ""
@@ -142,6 +122,11 @@ class Op:
     def aggregates(self) -> bool:
         """The op pushes rows and aggregates them."""
         return self.push_width > 0
+
+    @property
+    def is_given(self) -> bool:
+        """The op's value is the product of a matrix and the input features, computed at set-up."""
+        return bool(self.structure) and not self.aggregates
 
     @property
     def clears(self) -> bool:
@@ -245,10 +230,6 @@ class ModelGraph:
                     change[last[value] + 1] -= width
         return list(accumulate(change[:-1]))
 
-    def with_changing_features(self) -> ModelGraph:
-        """Return the model for features that differ between epochs: nothing is precomputed."""
-        return replace(self, ops=tuple(replace(op, of_features=False) for op in self.ops))
-
     def select(self, ops: Sequence[int]) -> list[Op]:
         """Return the ops with these indices."""
         return [self.ops[i] for i in ops]
@@ -283,6 +264,7 @@ class ModelGraph:
     def _may_wait(self, i: int) -> bool:
         """Whether an op may run later than it could (``late_steps``)."""
         op, sources = self.ops[i], self.reads[i]
+        # Without a source the op reads features, or what is aggregated of them.
         if op.aggregates or op.reads_features or op.is_one_row or len(sources) != 1:
             return False
         row_wise = (r for r in self.readers[sources[0]] if not self.ops[r].aggregates)

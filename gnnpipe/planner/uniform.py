@@ -12,36 +12,26 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from gnnpipe.errors import InputError
-from gnnpipe.plan import (
-    ModelGraph,
-    Op,
-    Placement,
-    Plan,
-    RowWay,
-    StagePlan,
-    precomputed_aggregations,
-)
+from gnnpipe.plan import ModelGraph, Op, Placement, Plan, RowWay, StagePlan
 from gnnpipe.plan.model_graph import EDGE_FLOPS, KEPT_FLOPS
 from gnnpipe.planner.planner import PLANNERS, GraphCounts, PlanRequest, Shape
 from gnnpipe.schedule import EXACT_SCHEDULE
 
 
-def op_costs(
-    model: ModelGraph, graph: GraphCounts, precomputed: Collection[str] = ()
-) -> list[float]:
+def op_costs(model: ModelGraph, graph: GraphCounts) -> list[float]:
     """Return the cost of each op, in floating-point operations of a dense product.
 
     The edges of an op are all edges into the vertices of its type. With several relations this is
-    an upper bound. ``precomputed``: ops whose aggregation is computed once for all epochs.
+    an upper bound.
     """
-    return [_cost(op, graph, op.name in precomputed) for op in model.ops]
+    return [_cost(op, graph) for op in model.ops]
 
 
-def _cost(op: Op, graph: GraphCounts, is_precomputed: bool) -> float:
+def _cost(op: Op, graph: GraphCounts) -> float:
     vertices = graph.num_vertices[op.vertex_type]
     rows = graph.loss_rows.rows_of(op.name, vertices)
     edges = graph.num_edges[op.pushed_type if op.over_pairs else op.vertex_type]
@@ -49,8 +39,6 @@ def _cost(op: Op, graph: GraphCounts, is_precomputed: bool) -> float:
     read_rows = vertices if op.is_mean else edges
     if op.name in graph.loss_rows.ops:
         read_rows = graph.loss_rows.edges
-    if is_precomputed:
-        read_rows = 0
     return float(
         op.flops_per_row * (edges if op.over_pairs else rows)
         + EDGE_FLOPS * op.push_width * read_rows
@@ -167,9 +155,7 @@ class UniformPlanner:
                 f"{_tied_weights(model)}; try --stages {len(cuts) + 1} or more --shards"
             )
         crossing = model.crossing()
-        is_exact = shape.is_exact or shape.chunks == 1
-        precomputed = precomputed_aggregations(model, shape.shards, shape.rounds_rows, is_exact)
-        costs = op_costs(model, request.graph, precomputed)
+        costs = op_costs(model, request.graph)
         runs = split_evenly(costs, shape.stages, cuts, [crossing[cut] for cut in cuts])
         ranks = Placement.grid(shape.stages, shape.shards).stages
         stages = (StagePlan.even(tuple(range(*run)), r) for run, r in zip(runs, ranks, strict=True))

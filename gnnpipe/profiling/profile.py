@@ -255,7 +255,7 @@ def take_planning_profile(
     for chunks in PLANNING_CHUNKS if num_vertices >= MIN_ROWS * max(PLANNING_CHUNKS) else (1,):
         is_layered = chunks > 1 and config.staleness_settings_for(chunks, config.schedule).is_exact
         schedule = EXACT_SCHEDULE if is_layered else "fill-drain"
-        prepared = _without_precomputed(prepared_with(one_stage(num_ops, chunks, schedule)))
+        prepared = prepared_with(one_stage(num_ops, chunks, schedule))
         samples += measure_steps(prepared, mesh.device, has_cores, is_brief=True)
         faster = faster or times_of_fewer(prepared, mesh)
     ranks_at_once = most_ranks_per_machine(mesh)
@@ -328,9 +328,7 @@ class _Measured:
             if mesh.rank in ranks:
                 alone = World(0, 1, mesh.device)
                 one = replace(run, chunks=chunks)
-                found = _without_precomputed(
-                    prepare(one, alone, self.graph, detached_copy(self.model))
-                )
+                found = prepare(one, alone, self.graph, detached_copy(self.model))
         except InputError as fault:
             error = fault
         mesh.agree(error)
@@ -376,11 +374,6 @@ class _Measured:
         waiting = waited_s / spent_s if can_tell else 0.0
         times = _fitted_times(found, ranks, mesh.gather(boundary_s)[reference[0]])
         return times, max(mesh.gather(waiting))
-
-
-def _without_precomputed(prepared: Prepared) -> Prepared:
-    """The same run without precomputed aggregations, which other shapes may not have."""
-    return replace(prepared, model_graph=prepared.model_graph.with_changing_features())
 
 
 def _fitted_times(fitted: Fitted, ranks: int, boundary_per_number_s: float) -> ComputeTimes:

@@ -30,7 +30,7 @@ from gnnpipe.perf import (
     row_way_bytes,
 )
 from gnnpipe.perf.workload import STALE_SHARE, num_probes
-from gnnpipe.plan import ALL_ROWS, ModelGraph, Placement, Plan, StageDag, precomputed_aggregations
+from gnnpipe.plan import ALL_ROWS, ModelGraph, Placement, Plan, StageDag
 from gnnpipe.planner import GraphCounts, Planner, PlanRequest, naming_plan, planner_named
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -323,9 +323,6 @@ def _sizes_of_shape(
         halo={"": crossing},
         stale={"": np.round(stale).astype(np.int64)},
         probes={"": _divided(probes, shards, 1)[:, 0]},
-        precomputed=precomputed_aggregations(
-            model, dag.plan.most_shards, row_dtype(config) != number_dtype(config), program.is_exact
-        ),
     )
 
 

@@ -265,7 +265,7 @@ def work_of(
     else:
         parts = [
             (model.ops[p.op], p.side, of_stage.work(model.ops[p.op], p.side, shard, chunk))
-            for p in step_parts(model, indices, of_stage.precomputed)[step]
+            for p in step_parts(model, indices)[step]
         ]
         found = [(op, f"{what}_{side}", work) for op, side, work in parts]
         # With --recompute, all stages recompute, and this is part of the time of backward.

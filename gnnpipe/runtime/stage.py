@@ -88,7 +88,6 @@ class Stage:
         open_history: Callable[[Aggregation, bool], History],
         criterion: Criterion | None,
         recompute_every: int = 0,
-        precomputed: Mapping[str, Tensor] | None = None,
         loss_rows: ChunkLossRows | None = None,
     ) -> None:
         """Set up a stage.
@@ -101,10 +100,8 @@ class Stage:
             recompute_every: Number n of steps that backward runs again from the inputs of the
                 first (``plan.Segments``); 0: keep what autograd saves. Of the other steps, only the
                 aggregated rows are kept, and only where the tables have changed by then.
-            precomputed: Aggregated features [n, F] by aggregation; these need no history.
             loss_rows: Rows that the last step computes in training; ``None``: all rows.
         """
-        self._precomputed = precomputed or {}
         self.stage_module = stage_module
         self.segments = (
             Segments(stage_module.num_steps, recompute_every) if recompute_every else None
@@ -119,12 +116,8 @@ class Stage:
         """Called before every pass, if forward draws random edges, with the number of the training
         epoch (``None``: evaluation) and whether the pass is a label iteration."""
         self._open = open_history
-        self.histories = {
-            a.name: open_history(a, True)
-            for a in stage_module.aggregations
-            if a.name not in self._precomputed
-        }
-        """By aggregation, except precomputed ones."""
+        self.histories = {a.name: open_history(a, True) for a in stage_module.aggregations}
+        """By aggregation."""
         self._scratch: dict[str, History] = {}
         """Histories of the current evaluation, by aggregation."""
         self._means: dict[str, MeanOfRows] = {}
@@ -278,7 +271,7 @@ class Stage:
         record.received = {
             name: received
             for name, received in record.received.items()
-            if name not in self._precomputed and not self.histories[name].can_repeat
+            if not self.histories[name].can_repeat
         }
 
     def _free_scratch(self, needed: Collection[str]) -> None:
@@ -297,11 +290,6 @@ class Stage:
             name = aggregation.name
             if kept is not None and name in kept:
                 received[name] = kept[name]
-                continue
-            if name in self._precomputed:
-                rows = self.rows[chunk]
-                own = slice(rows.start, rows.start + len(rows.keys))
-                received[name] = Received(self._precomputed[name][own])
                 continue
             history = self._history(aggregation)
             block = history.block(chunk) if isinstance(history, BlockHistory) else None
@@ -323,7 +311,6 @@ class Stage:
         rows = state.loss_rows if is_last else state.rows
         rows = replace(rows, output_buffer=output_buffer, may_overwrite=may_overwrite)
         pushed, values = self.stage_module.step(step, leaves, received, rows)
-        pushed = {name: made for name, made in pushed.items() if name not in self._precomputed}
         if step == self.num_steps - 2 and loss_rows is not None:
             # Inside the step, so that autograd scatters the gradients.
             values = {
@@ -338,8 +325,6 @@ class Stage:
         if not self.stage_module.writes_output_buffer(step):
             return None
         (aggregation,) = self.stage_module.rounds[step]
-        if aggregation.name in self._precomputed:
-            return None
         return self._history(aggregation).output_buffer(chunk)
 
     def seed(self, chunk: int, grads: Values) -> None:
@@ -384,8 +369,7 @@ class Stage:
                     self.histories[name].begin_pull(following)
             _backward([*pushed.values(), *values.values()], grads)
             for name, received in record.received.items():
-                if name not in self._precomputed:
-                    self.histories[name].record(chunk, _grad(received.rows))
+                self.histories[name].record(chunk, _grad(received.rows))
             state.grads = {name: _grad(leaf) for name, leaf in record.leaves.items()}
         if not state.tape:
             del self._chunks[chunk]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -51,7 +51,7 @@ from gnnpipe.runtime.staleness.forecast import Forecaster, ProbeRows
 from gnnpipe.schedule import CheckedProgram
 from gnnpipe.setup.memory_estimate import check_memory
 from gnnpipe.setup.prepared import Prepared
-from gnnpipe.setup.structures import Structure, StructureBuilder, StructureKey
+from gnnpipe.setup.structures import Structure, StructureBuilder, StructureKey, aggregated_features
 from gnnpipe.tasks.loss import Loss, Targets, TrainedLabels, known_labels, takes, targets_by_chunk
 
 Numbers = npt.NDArray[np.int64]
@@ -123,6 +123,11 @@ class _RankBuilder:
         self._label_tables: list[LabelTable] = []
         self._drawn: dict[str, Structure] = {}
         """Random edges of a label iteration, by aggregation."""
+        self._aggregated = {
+            structure: aggregated_features(prepared, self._shard, structure, mesh.device)
+            for structure in self._stage_module.feature_structures
+        }
+        """Products [n, num_features] of a matrix and the features, by structure."""
         self._structures: dict[StructureKey, Structure] = {}
         for a in self._stage_module.aggregations:
             if self._builder.key(a) not in self._structures:
@@ -144,7 +149,6 @@ class _RankBuilder:
         specs = {way: self._history_specs(self._builder.layouts_of(way)) for way in ways}
         exchanges = [spec.exchange for by_type in specs.values() for spec in by_type.values()]
         loss_rows, operators = self._make_loss_rows()
-        precomputed = self._precompute_aggregations()
         criterion = Loss(
             targets,
             prepared.loss_fn,
@@ -157,11 +161,10 @@ class _RankBuilder:
         pointers = {name: self.layouts[name].own_ptr for name in own}
         stage = Stage(
             self._stage_module,
-            self._make_rows(own, pointers, self._reads_features()),
+            self._make_rows(own, pointers),
             lambda a, is_training: self._open_history(a, specs, operators, is_training),
             criterion if self._is_last else None,
             prepared.recompute_every(mesh.stage),
-            precomputed,
             loss_rows,
         )
         if prepared.given_edges is not None:
@@ -312,24 +315,26 @@ class _RankBuilder:
             and not prepared.recomputes(mesh.stage)  # backward would draw dropout masks again
         )
 
+    @cached_property
     def _reads_features(self) -> bool:
-        """Whether the stage reads features."""
+        """Whether the stage reads features, not only what is aggregated of them."""
         return any(op.reads_features for op in self._prepared.model_graph.select(self._ops))
 
     def _make_rows(
         self,
         own: Mapping[str, Numbers],
         pointers: Mapping[str, Numbers] | None,
-        reads_features: bool,
+        has_features: bool = True,
     ) -> list[Rows]:
         """Returns the rows of every chunk; ``own`` rows by vertex type, split at ``pointers``.
 
-        Without ``pointers``: one item with all rows, for passes without dropout.
+        Without ``pointers``: one item with all rows, for passes without dropout. ``has_features``:
+        with the features that the stage reads.
         """
         graph, seed = self._prepared.graph, self._prepared.config.seed
         by_type = {
             name: self._make_rows_of_type(
-                rows, name, None if pointers is None else pointers[name], reads_features
+                rows, name, None if pointers is None else pointers[name], has_features
             )
             for name, rows in own.items()
         }
@@ -341,7 +346,7 @@ class _RankBuilder:
         ]
 
     def _make_rows_of_type(
-        self, own: Numbers, vertex_type: str, pointer: Numbers | None, reads_features: bool
+        self, own: Numbers, vertex_type: str, pointer: Numbers | None, has_features: bool
     ) -> list[Rows]:
         prepared, device, graph = self._prepared, self._mesh.device, self._prepared.graph
         original = prepared.chunking.perm[own]
@@ -349,7 +354,8 @@ class _RankBuilder:
         keys = row_keys(torch.from_numpy(original)).to(device)
         vertices = torch.from_numpy(within).to(device)
         table = None
-        if reads_features and (graph.types is None or vertex_type in graph.types.features):
+        is_read = has_features and self._reads_features
+        if is_read and (graph.types is None or vertex_type in graph.types.features):
             number = np.cumsum(graph.row_types[vertex_type]) - 1
             x = graph.features(vertex_type)[number[own]]
             has_labels = prepared.config.label_inputs and vertex_type == graph.target
@@ -360,6 +366,11 @@ class _RankBuilder:
             table = FeatureTable(x, prepared.dtype, device, num_labels, by_chunk)
             if table.label_columns is not None:
                 self._add_label_table(table.label_columns, own, keys)
+        aggregated: Mapping[str, Tensor] = {}
+        if has_features:
+            places = np.searchsorted(self.layouts[vertex_type].own, own)
+            every = len(places) == self._shard.num_own
+            aggregated = {k: x if every else x[places] for k, x in self._aggregated.items()}
         masks: MaskSource | None = None
         ends = [0, len(own)] if pointer is None else pointer.tolist()
         if pointer is not None and not prepared.recomputes(self._mesh.stage):
@@ -370,6 +381,7 @@ class _RankBuilder:
                 keys=keys[start:stop],
                 vertices=vertices[start:stop],
                 features=None if table is None else table.rows(start, stop),
+                aggregated={k: x[start:stop] for k, x in aggregated.items()},
                 seed=prepared.config.seed,
                 masks=masks,
                 start=start,
@@ -414,25 +426,10 @@ class _RankBuilder:
             rows[first:last] - start
             for (first, last), start in zip(pairwise(pointer), starts, strict=True)
         ]
-        by_chunk = self._make_rows({target: loss_rows.own}, {target: loss_rows.own_ptr}, False)
+        pointers = {target: loss_rows.own_ptr}
+        by_chunk = self._make_rows({target: loss_rows.own}, pointers, has_features=False)
         by_name = {a.name: operators[self._builder.key(a)] for a in reading}
         return ChunkLossRows(by_chunk, places), by_name
-
-    def _precompute_aggregations(self) -> dict[str, Tensor]:
-        """Returns the precomputed aggregations of own rows, [n, F] by name."""
-        prepared = self._prepared
-        chosen = [a for a in self._stage_module.aggregations if a.name in prepared.precomputed]
-        if not chosen:
-            return {}
-        table = FeatureTable(prepared.graph.x, prepared.dtype, self._mesh.device)
-        x = table.dense(0, table.num_rows)
-        found: dict[tuple[str, str, str], Tensor] = {}
-        for a in chosen:
-            operator = self._structures[self._builder.key(a)]
-            assert isinstance(operator, LinearOperator)
-            if a.structure_key not in found:
-                found[a.structure_key] = operator.forward.matmul(x)
-        return {a.name: found[a.structure_key] for a in chosen}
 
     def _make_forecaster(self, stage: Stage) -> Forecaster:
         prepared, mesh = self._prepared, self._mesh
@@ -448,7 +445,7 @@ class _RankBuilder:
         }
         probes = own[is_probe[own]]
         by_type = {name: probes[is_of[probes]] for name, is_of in graph.row_types.items()}
-        (rows,) = self._make_rows(by_type, None, self._reads_features())
+        (rows,) = self._make_rows(by_type, None)
         return Forecaster(
             self._stage_module,
             stage.histories,

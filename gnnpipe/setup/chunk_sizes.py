@@ -72,7 +72,6 @@ def _sizes_of(prepared: Prepared, chunking: Chunking) -> ChunkSizes:
         halo=stacked(lambda _, layout: layout.receive_counts.sum(1)),
         stale=stacked(lambda name, layout: _stale_rows(prepared, chunking, name, layout)),
         probes=stacked(lambda _, layout: is_probe[layout.own].sum()),
-        precomputed=prepared.precomputed,
         loss_rows=prepared.loss_rows.ops,
         loss_row_counts=summed({graph.target: loss_rows.astype(np.int64)})[graph.target],
         loss_row_edges=summed({graph.target: graph.degrees * loss_rows})[graph.target],

@@ -269,7 +269,8 @@ def choose_model(
     try:
         found: RecordedModel | WholeModel
         try:
-            found = capture(model, graph, config.matmul_dtype == "bf16")
+            is_rounded, has_labels = config.matmul_dtype == "bf16", bool(config.label_inputs)
+            found = capture(model, graph, is_rounded, has_labels)
             digest, width = found.recording.digest, found.width
         except InputError as reason:
             if must_record:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -31,11 +31,7 @@ def loss_row_mask(graph: Graph, chunking: Chunking) -> BoolArray:
 
 
 def find_loss_rows(
-    model: ModelGraph,
-    graph: Graph,
-    mask: BoolArray,
-    last_stage: Sequence[int],
-    precomputed: Collection[str] = (),
+    model: ModelGraph, graph: Graph, mask: BoolArray, last_stage: Sequence[int]
 ) -> LossRows:
     """Returns the loss rows of the graph; all rows with several vertex types or link targets, and
     without training vertices.
@@ -45,7 +41,7 @@ def find_loss_rows(
     if graph.types is not None or graph.pairs is not None or not graph.train_mask.any():
         return ALL_ROWS
     counts = _count(graph, mask, np.arange(graph.num_vertices))
-    return choose_loss_rows(model, last_stage, counts, graph.num_vertices, precomputed)
+    return choose_loss_rows(model, last_stage, counts, graph.num_vertices)
 
 
 def loss_rows_of_shard(

@@ -78,12 +78,13 @@ def _recorded_ops(recording: Recording, graph: Graph) -> tuple[Op, ...]:
     handed_on, besides = _handed_on(cut), _kept_besides(cut)
     for call in recording.ops:
         facts, found = recording.facts[call], aggregations.get(call.name)
+        is_once = recording.aggregates_features(call)
         weights = dict(recording.weights(call))
         new = [p for name, p in weights.items() if name not in counted and p.requires_grad]
         counted |= set(weights)
         is_product = call.target is not of_vertices
         flops = 2 * sum(p.numel() for p in weights.values() if p.dim() == 2 and is_product)
-        reads = recording.reads_features(call)
+        reads = recording.reads_features(call) and not is_once
         num_features = max(int(graph.features(facts.vertex_type).shape[1]), 1) if reads else 1
         op = Op(
             name=call.name,
@@ -100,17 +101,18 @@ def _recorded_ops(recording: Recording, graph: Graph) -> tuple[Op, ...]:
             is_one_row=is_mean(call),
             reads_features=reads,
             weights=(*weights, *recording.buffers(call)),
+            structure=str(call.kwargs["structure"]) if is_once else "",
         )
         if found is not None:
             maker = made_in_table(cut, cut.depth[call] - 1)
-            op = _with_aggregation(op, found, graph)
+            op = _with_aggregation(op, found)
             if maker is not None:
                 op = replace(op, push_maker=maker.name, holds_pushed=maker in handed_on)
         ops.append(op)
     return tuple(ops)
 
 
-def _with_aggregation(op: Op, found: Aggregation, graph: Graph) -> Op:
+def _with_aggregation(op: Op, found: Aggregation) -> Op:
     return replace(
         op,
         push_width=found.width,
@@ -126,8 +128,6 @@ def _with_aggregation(op: Op, found: Aggregation, graph: Graph) -> Op:
         is_mean=found.is_mean,
         is_sum=found.structure == SUM,
         moves=found.moves,
-        # With several vertex types a stage may have several aggregations of features.
-        of_features=found.of_features and found.is_linear and graph.types is None,
     )
 
 
@@ -157,7 +157,7 @@ def _kept(
 ) -> int:
     """Returns the numbers per row that an op keeps until backward."""
     facts, width = recording.facts[call], recording.facts[call].width
-    if found is not None and found.is_mean:
+    if recording.aggregates_features(call) or (found is not None and found.is_mean):
         return 0
     if found is not None and not found.is_linear:
         # An unchanged convolution reads a copy of the table's rows.

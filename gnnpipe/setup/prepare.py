@@ -111,10 +111,9 @@ def prepare(
         chosen = choose_model(module, config, graph, world, dtype, must_record)
     given = without_unread(graph, chosen, world)
     graph = with_edge_work(given, chosen, config, world)
-    described = describe(chosen, graph)
-    model_graph = described.with_changing_features() if config.label_inputs else described
+    model_graph = describe(chosen, graph)
     if loss_fn is not None:
-        check_loss(loss_fn, graph, described.output_width, dtype)
+        check_loss(loss_fn, graph, model_graph.output_width, dtype)
     inputs = _Inputs(
         config, world, graph, given, digest, chosen, metric, model_graph, loss_fn, optimizer
     )
@@ -371,7 +370,7 @@ def _order(config: TrainConfig, plan: Plan, model_graph: ModelGraph, model: Mode
     if reason_not_recorded(model):
         return "given"
     # Of several chunks METIS is waited for anyway.
-    width = sum(op.push_width for op in model_graph.aggregations if not op.of_features)
+    width = sum(op.push_width for op in model_graph.aggregations)
     is_late = not pays_back(config.epochs, width, plan.most_shards)
     return "given" if config.order == "auto" and plan.chunks == 1 and is_late else config.order
 

@@ -30,7 +30,6 @@ from gnnpipe.plan import (
     RowWay,
     StageDag,
     gradient_buckets,
-    precomputed_aggregations,
     shared_tables,
 )
 from gnnpipe.schedule import SCHEDULES, CheckedProgram, evaluation_program, training_program
@@ -203,16 +202,6 @@ class Prepared:
         return exact + self.program.text()
 
     @cached_property
-    def precomputed(self) -> frozenset[str]:
-        """Aggregations of features that are computed once for all epochs."""
-        return precomputed_aggregations(
-            self.model_graph,
-            self.plan.most_shards,
-            self.row_dtype != self.dtype,
-            self.program.is_exact,
-        )
-
-    @cached_property
     def shared_tables(self) -> frozenset[str]:
         """Aggregations whose result and gradient share a table."""
         if self.program.steps_by_chunk:
@@ -220,7 +209,6 @@ class Prepared:
         return shared_tables(
             self.model_graph,
             self.plan,
-            self.precomputed,
             self.loss_rows.ops,
             self.row_dtype != self.dtype,
             self.program.is_exact,
@@ -230,11 +218,7 @@ class Prepared:
     def loss_rows(self) -> LossRows:
         """Loss rows of the whole graph: the rows that the last aggregation computes in training."""
         return find_loss_rows(
-            self.model_graph,
-            self.graph,
-            self.loss_row_mask,
-            self.plan.stages[-1].ops,
-            self.precomputed,
+            self.model_graph, self.graph, self.loss_row_mask, self.plan.stages[-1].ops
         )
 
     @cached_property

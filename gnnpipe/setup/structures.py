@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from gnnpipe.graph.blocks import Blocks, EdgeData, edge_data_of
+from gnnpipe.graph.csr import RowCSR
 from gnnpipe.graph.graph import Graph
 from gnnpipe.graph.layout import ShardLayout, gathered_layout, restrict, shard_layout, table_layouts
 from gnnpipe.graph.operators import (
@@ -18,6 +19,7 @@ from gnnpipe.graph.operators import (
     Everyone,
     LinearOperator,
     edges_into,
+    local_rows,
     of_relation,
     weighted_rows,
 )
@@ -34,6 +36,29 @@ from gnnpipe.tasks.loss import data_of_pairs
 Structure = LinearOperator | Blocks | Everyone
 StructureKey = tuple[tuple[str, str, str], RowWay]
 """``Aggregation.structure_key`` and the way of the rows: aggregations of equal keys share it."""
+
+_SPARSE_ROWS = 4096
+"""Rows of a product with sparse features that are made dense at a time."""
+
+
+def aggregated_features(
+    prepared: Prepared, layout: ShardLayout, structure: str, device: torch.device
+) -> torch.Tensor:
+    """Return the product [n, F] of own rows of an aggregation matrix and all features.
+
+    It is computed on the CPU, where the features of the whole graph are.
+    """
+    x, dtype = prepared.graph.x, prepared.dtype
+    rows = local_rows(weighted_rows(prepared.graph, structure), layout, layout)
+    read = x[np.concatenate([layout.own, layout.halo])]
+    if isinstance(read, np.ndarray):
+        matrix = RowCSR.from_scipy(rows, dtype, torch.device("cpu"))
+        return matrix.matmul(torch.from_numpy(read).to(dtype)).to(device)
+    found = torch.empty(rows.shape[0], x.shape[1], dtype=dtype)
+    for start in range(0, rows.shape[0], _SPARSE_ROWS):
+        block = rows[start : start + _SPARSE_ROWS] @ read
+        found[start : start + _SPARSE_ROWS] = torch.from_numpy(block.toarray())
+    return found.to(device)
 
 
 class StructureBuilder:

@@ -44,7 +44,8 @@ class StageModel(WholeModel):
         self._rows = self._rows_of(graph, seed)
         every = self._stage.aggregations
         self._edge_data = {a.structure: self._edge_data_of(a.structure) for a in every}
-        self._edges = {a.structure_key: self._edges_of(a) for a in every if not a.is_mean}
+        over_edges = {a.structure_key for a in every if not a.is_mean}
+        self._edges = {key: self._edges_of(*key) for key in over_edges}
 
     def outputs(self, now: Pass) -> Tensor:
         """See ``WholeModel``."""
@@ -68,7 +69,9 @@ class StageModel(WholeModel):
             return Rows(self._keys[name], table, seed=seed, vertices=number)
 
         if graph.types is None:
-            return rows("", graph.x, torch.arange(graph.num_vertices))
+            found = rows("", graph.x, torch.arange(graph.num_vertices))
+            structures = self._stage.feature_structures
+            return replace(found, aggregated={s: self._of_features(found, s) for s in structures})
         parts = {
             name: rows(
                 name,
@@ -79,12 +82,19 @@ class StageModel(WholeModel):
         }
         return Rows(self._keys[graph.target], None, seed=seed, parts=parts)
 
-    def _edges_of(self, a: Aggregation) -> tuple[Tensor, Tensor, Tensor]:
+    def _of_features(self, rows: Rows, structure: str) -> Tensor:
+        """Returns the features, summed over the weighted edges of a matrix."""
+        assert rows.features is not None
+        source, target, weight = self._edges_of(structure, "", "")
+        x = rows.features.dense()
+        return torch.zeros_like(x).index_add_(0, target, x[source] * weight)
+
+    def _edges_of(
+        self, structure: str, pushed_type: str, vertex_type: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns source, target and weight of every edge, numbered within vertex types."""
         types = self._graph.table_rows
-        matrix = weighted_rows(self._graph, a.structure)[types[a.vertex_type]][
-            :, types[a.pushed_type]
-        ]
+        matrix = weighted_rows(self._graph, structure)[types[vertex_type]][:, types[pushed_type]]
         target = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
         return (
             torch.from_numpy(matrix.indices.astype(np.int64)),

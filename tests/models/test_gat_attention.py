@@ -247,7 +247,7 @@ def test_wide_rows_are_mapped_before_they_are_pushed(name, kind):
         # The second would make them wider, and is left as it is.
         assert [op.push_width for op in ops] == [8, width]
         assert [op.kept_per_read_row for op in ops][1] == 12
-        assert not any(op.of_features for op in ops)
+        assert not any(op.is_given for op in trainer._setup()[1].model_graph.ops)
         losses.append([r.loss for r in trainer.fit().history])
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 

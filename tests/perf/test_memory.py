@@ -53,8 +53,9 @@ def kept_bytes(monkeypatch, layers, graph, chunks, net=None, **settings):
     for one in {rows.masks for rows in all_rows if rows.masks is not None}:
         for _, mask, _ in one._made.values():
             keep(mask)
-    # Those made once count as features, tables as what they are, places of loss rows as structure.
-    elsewhere = list(stage._precomputed.values())
+    # Aggregated features count as features, tables as what they are, places of loss rows as
+    # structure.
+    elsewhere = [x for rows in stage.rows for x in rows.aggregated.values()]
     elsewhere += loss_rows.places if loss_rows is not None else ()
     for history in stage.histories.values():
         elsewhere += [history.table, history._grads] if chunks > 1 else []
@@ -88,8 +89,6 @@ def said_numbers(prepared):
     ops, loss_rows, graph = prepared.model_graph.ops, prepared.loss_rows, prepared.graph
     recompute = prepared.config.recompute
     said = sum(loss_rows.kept_numbers(op, N, recompute) - in_tables(op, prepared) for op in ops)
-    # Rows that are computed once for all epochs are counted as features, not as activations.
-    said -= N * sum(op.push_width for op in ops if op.name in prepared.precomputed)
     blocks = [op for op in ops if op.aggregates and not (op.is_linear or op.is_mean)]
     copied = copied_rows(graph, prepared.chunking)
     said += sum((op.push_width + (not recompute) * op.kept_per_read_row) * copied for op in blocks)

@@ -27,9 +27,9 @@ def test_one_rank_takes_the_sum_of_its_steps():
         for chunk in range(3)
         for step in range(prepared.dag.steps[0])
     )
-    precomputed = costs.begin_s(0, 0) + costs.finish_s(0, 0) + costs.update_s(0, 0)
+    ends = costs.begin_s(0, 0) + costs.finish_s(0, 0) + costs.update_s(0, 0)
     probes = sum(costs.probe_s(kind, 0, 0) for kind in ("FORECAST", "CARRY"))
-    assert made == pytest.approx(steps + precomputed + probes)
+    assert made == pytest.approx(steps + ends + probes)
 
 
 def normed(**changes):

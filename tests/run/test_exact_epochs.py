@@ -113,10 +113,10 @@ def test_the_gradients_of_such_an_epoch_are_those_of_exact_training(monkeypatch)
         return good
 
     monkeypatch.setattr(GradClip, "passes", noting)
-    precomputed = config(dropout=0.0, lr=1e-12)
-    exact = walked_exactly(Trainer(precomputed, small_graph()).fit())
+    plain = config(dropout=0.0, lr=1e-12)
+    exact = walked_exactly(Trainer(plain, small_graph()).fit())
     starts["then"] = True
-    Trainer(replace(precomputed, staleness="exact", exact_above=None), small_graph()).fit()
+    Trainer(replace(plain, staleness="exact", exact_above=None), small_graph()).fit()
     # The weights stand still: every epoch of exact training is the same one.
     length, loss = lengths[1][0]
     assert exact[0]

@@ -408,7 +408,7 @@ def test_the_estimate_counts_the_label_columns(sparse):
         assert found == n * (FEATURES + CLASSES) * 8 + n * CLASSES
     words = "labels as inputs: the last 3 features, in each epoch of 0.125 of the training vertices"
     assert any(line.startswith(words) for line in head_lines(prepared))
-    assert not prepared.precomputed
+    assert not any(op.is_given for op in prepared.model_graph.ops)
 
 
 @pytest.mark.parametrize(

@@ -274,12 +274,12 @@ def test_conditions_of_loss_rows():
     most = replace(graph, train_mask=np.arange(120) < 90)
     assert loss_rows(most).ops
     assert loss_rows(replace(graph, train_mask=np.arange(120) < 91)) == ALL_ROWS
-    # Attention is no product, and what aggregates once for all epochs makes nothing.
+    # Attention is no product, and aggregated features are given for all rows.
     assert loss_rows(graph, "gat") == ALL_ROWS
     few_features = sparse_graph(features=3)
     assert loss_rows(few_features).ops
     alone = prepare(quick_config(layers=1, hidden=16), Mesh.alone(), few_features)
-    assert alone.precomputed
+    assert any(op.is_given for op in alone.model_graph.ops)
     assert alone.loss_rows == ALL_ROWS
     links = split_links(small_graph(n=120, degree=3), "60/20/20", seed=0)
     assert loss_rows(links) == ALL_ROWS
@@ -341,8 +341,6 @@ def test_ops_of_the_last_stage_alone():
     # Without an aggregation a stage makes all rows: those it reads are given for all.
     for first in range(last + 1, end):
         assert choose_loss_rows(model, range(first, end), counts, n) == ALL_ROWS
-    precomputed = {model.ops[last].name}
-    assert choose_loss_rows(model, range(end), counts, n, precomputed) == ALL_ROWS
     assert choose_loss_rows(model, range(end), LossRows(91, 90), n) == ALL_ROWS
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from gnnpipe.capture.fx_names import FEATURES, attribute, is_input
+from gnnpipe.capture.fx_names import attribute, is_input
 from gnnpipe.capture.markers import aggregate, in_training, is_mean, is_sum, of_all
 from gnnpipe.capture.recording import Recording
 from gnnpipe.capture.rules.norms import update_running_statistics
@@ -32,6 +32,7 @@ from gnnpipe.capture.stage.row_work import (
 from gnnpipe.capture.stage.step_calls import (
     OF_ROWS,
     LinearBy,
+    aggregated_features,
     dense_features,
     edge_data_of,
     flat,
@@ -157,8 +158,6 @@ class Cut:
             kept_per_read_row=of_read,
             structure_per_edge=structure_per_edge,
             moves=not is_sum(op) and not all(map(self.recording.is_fixed, pushed)),
-            of_features=all(value.op == "placeholder" for value in pushed)
-            and not self.recording.edges_are_random,
         )
 
 
@@ -227,10 +226,7 @@ def made_in_table(cut: Cut, step: int) -> fx.Node | None:
 def overwrites_received(call: fx.Node) -> bool:
     """Whether a fused call computes in the memory of the aggregated rows that it reads."""
     received: Any = call.args[0] if call.target is gcnii_norm_relu else None
-    if received is None or received.target is not aggregate or len(received.users) > 1:
-        return False
-    # Aggregated features may be computed once for all epochs, and must stay as they are.
-    return not is_input(received.all_input_nodes[0], FEATURES)
+    return received is not None and received.target is aggregate and len(received.users) == 1
 
 
 def _may_choose(cut: Cut, step: int) -> bool:
@@ -291,6 +287,9 @@ class _Writer:
             self._made[call] = self._graph.get_attr(str(call.target))
         elif self._recording.maps_features(call):
             self._made[call] = self._linear_of_features(call)
+        elif self._recording.aggregates_features(call):
+            given = self._rows_of(call), str(call.kwargs["structure"])
+            self._made[call] = self._shaped(self._call(aggregated_features, *given), call)
         elif call.target in PRODUCTS or call.target in ROW_WORK:
             self._made[call] = self._row_work(call)
         elif self._is_rounded(call):
@@ -544,6 +543,13 @@ class RecordedStageModule(StageModule):
             if weight.dim() == 2
         }
         return list(found.values())
+
+    @property
+    def feature_structures(self) -> tuple[str, ...]:
+        """Matrices that the features are aggregated with (see ``StageModule``)."""
+        ops = (self._recording.ops[number] for number in self._ops)
+        once = filter(self._recording.aggregates_features, ops)
+        return tuple(dict.fromkeys(str(op.kwargs["structure"]) for op in once))
 
     @property
     def is_cuda_graph_safe(self) -> bool:

@@ -36,6 +36,11 @@ def dense_features(rows: Rows) -> Tensor:
     return rows.features.dense()
 
 
+def aggregated_features(rows: Rows, structure: str) -> Tensor:
+    """Aggregated features of the rows [C, F]."""
+    return rows.aggregated[structure]
+
+
 def _drop(rows: Rows, x: Tensor, probability: float, site: int) -> Tensor:
     return rows.dropout(flat(x), probability, site).reshape(x.shape)
 

@@ -1,7 +1,8 @@
-"""Aggregated features that are the same in every epoch are computed once."""
+"""Features are aggregated once, when the run is set up, and not in every epoch."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,20 +11,18 @@ from torch import nn
 from torch_geometric.nn import GCN, GCNConv, GraphSAGE, SGConv
 
 from gnnpipe import Trainer
+from gnnpipe.capture.recording import Recording
 from gnnpipe.data.links import split_links
 from gnnpipe.graph.csr import RowCSR
 from gnnpipe.perf.fit import fit_costs
 from gnnpipe.perf.parts import Side
 from gnnpipe.perf.profile import op_kind
-from gnnpipe.plan import precomputed_aggregations
-from gnnpipe.profiling.profile import take_profile
 from gnnpipe.profiling.steps import measure_steps
 from gnnpipe.run.resume import resumed_config
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.chunk_sizes import chunk_sizes
 from gnnpipe.setup.prepare import prepare
-from gnnpipe.setup.prepared import Prepared
 from gnnpipe.verification.comparison import compare_epochs
 
 CPU = torch.device("cpu")
@@ -72,39 +71,78 @@ def config(name="gcn", **settings):
     return quick_config(**model, layers=3, hidden=8, dropout=0.5, **settings)
 
 
+def given_ops(prepared):
+    return [op for op in prepared.model_graph.ops if op.is_given]
+
+
 @pytest.mark.parametrize("name", ONCE)
-def test_precomputed_aggregations_of_each_model(name):
+def test_aggregations_of_features_of_each_model(name):
     prepared = prepare(config(name), Mesh.alone(), small_graph(), module_of(name))
-    assert len(prepared.precomputed) == ONCE[name]
+    assert len(given_ops(prepared)) == ONCE[name]
+    times = f" ({ONCE[name]} of the features, computed once)" * bool(ONCE[name])
+    assert prepared.model.size_text.endswith(f"aggregations{times}")
 
 
 @pytest.mark.parametrize(
     ("settings", "features", "count"),
     [
         ({}, {}, 1),
-        ({"chunks": 4, "staleness": "exact"}, {}, 1),
-        # Where rows are read stale, other shards would read the first layer's stale, too.
-        ({"chunks": 4}, {}, 0),
-        ({"chunks": 4, "staleness": "paper"}, {}, 0),
-        # In bf16 a table would show its rounding.
-        ({"comm_dtype": "bf16", "dtype": "float32"}, {}, 0),
+        ({"chunks": 4}, {}, 1),
+        ({"chunks": 4, "staleness": "paper"}, {}, 1),
+        ({"chunks": 4, "schedule": "async"}, {}, 1),
+        ({"shards": 2}, {}, 1),
+        ({"comm_dtype": "bf16", "dtype": "float32"}, {}, 1),
         ({}, {"sparse": True}, 1),
         ({}, {"features": 8}, 1),
         # Of wider features A (x W) is computed.
         ({}, {"features": 9}, 0),
+        # Labels among the features are other ones in every epoch.
+        ({"label_inputs": 0.5}, {}, 0),
     ],
 )
-def test_conditions_of_precomputing(settings, features, count):
+@pytest.mark.filterwarnings("ignore:--schedule async")
+def test_conditions(settings, features, count):
     prepared = prepare(config(**settings), Mesh.alone(), small_graph(**features))
-    assert len(prepared.precomputed) == count
+    assert len(given_ops(prepared)) == count
 
 
-def test_several_shards_aggregate_features_in_every_epoch():
-    for shards, count in ((1, 1), (2, 0)):
-        prepared = prepare(config(shards=shards), Mesh.alone(), small_graph())
-        shards_of_plan = prepared.plan.most_shards
-        made = precomputed_aggregations(prepared.model_graph, shards_of_plan, False, True)
-        assert len(made) == count
+def test_the_rows_of_every_shape_are_the_product(monkeypatch):
+    """In the order of the graph, also those of the probe vertices."""
+    graph = small_graph()
+    prepared = prepare(config("sage", chunks=4), Mesh.alone(), graph)
+    source, target = torch.from_numpy(graph.edge_index)
+    x = torch.from_numpy(graph.x).double()
+    count = torch.bincount(target, minlength=len(x)).clamp(min=1)[:, None]
+    mean = torch.zeros_like(x).index_add_(0, target, x[source]) / count
+    executor = build_rank(prepared, Mesh.alone()).executor
+    chunks = executor.stage.rows
+    made = torch.cat([rows.aggregated["mean"] for rows in chunks])
+    order = torch.from_numpy(prepared.chunking.perm)
+    torch.testing.assert_close(made, mean[order], rtol=1e-12, atol=1e-12)
+    probes = executor.forecaster._probes.rows
+    expected = mean[order[torch.from_numpy(prepared.probes)]]
+    torch.testing.assert_close(probes.aggregated["mean"], expected, rtol=1e-12, atol=1e-12)
+    # What reads only aggregated features holds no others.
+    (alone,) = build_rank(prepare(config(), Mesh.alone(), graph), Mesh.alone()).executor.stage.rows
+    assert alone.features is None
+    assert chunks[0].features is not None
+
+
+def bytes_of_rows(shards):
+    """Bytes of an epoch for rows of other shards, by number of features."""
+    mesh, found, graph = Mesh.join(1, shards), {}, small_graph()
+    for features in (7, 9):
+        given = replace(graph, x=np.resize(graph.x, (graph.num_vertices, features)))
+        result = Trainer(config(shards=shards, epochs=2, eval_every=0), given, world=mesh).fit()
+        assert result.comm_bytes_per_epoch == result.comm_bytes_closed_form
+        found[features] = result.comm_bytes_per_epoch["graph"]
+    return found
+
+
+def test_several_shards_send_no_features():
+    """Layers push 8, 8 and 3 numbers a row; the first none of 7 features, which it aggregates."""
+    for found in run_ranks(bytes_of_rows, 2, 2):
+        assert found[7] * (8 + 8 + 3) == found[9] * (8 + 3) > 0
 
 
 def compare(shapes):
@@ -115,7 +153,7 @@ def compare(shapes):
         for name in ONCE:
             settings = config(name, stages=stages, chunks=chunks, staleness="exact")
             prepared = prepare(settings, mesh, small_graph(), module_of(name))
-            assert len(prepared.precomputed) == ONCE[name]
+            assert len(given_ops(prepared)) == ONCE[name]
             found.append(
                 (
                     max(c.largest for c in compare_epochs(small_graph(), prepared, mesh, 3)),
@@ -156,9 +194,11 @@ def test_an_epoch_has_two_products_fewer(name, recompute, monkeypatch):
     """Forward and backward of the first of three layers: 4 are left, and what comes once."""
     counts = [products(monkeypatch, name, e, recompute=recompute) for e in (1, 3)]
     assert counts[1] - counts[0] == 2 * 4
-    monkeypatch.setattr(Prepared, "precomputed", frozenset())
-    counts = [products(monkeypatch, name, e, recompute=recompute) for e in (1, 3)]
-    assert counts[1] - counts[0] == 2 * 6
+
+
+def every_epoch(monkeypatch):
+    """Aggregates features in every epoch, as other rows."""
+    monkeypatch.setattr(Recording, "aggregates_features", lambda self, call: False)
 
 
 def trained(name, **settings):
@@ -169,19 +209,18 @@ def trained(name, **settings):
 
 
 @pytest.mark.parametrize("name", ["gcn", "sage", "own gcn", "own sage"])
-def test_same_results_as_without_precomputing(name, monkeypatch):
+def test_same_results_as_in_every_epoch(name, monkeypatch):
     losses, scores, _ = trained(name, epochs=6, eval_every=1)
     again, _, _ = trained(name, epochs=6, eval_every=1, recompute=True)
     assert again == losses
-    monkeypatch.setattr(Prepared, "precomputed", frozenset())
+    every_epoch(monkeypatch)
     plain, plain_scores, _ = trained(name, epochs=6, eval_every=1)
     assert losses == pytest.approx(plain, rel=1e-11)
     assert scores == plain_scores
 
 
 @pytest.mark.parametrize("name", ["gcn", "sage"])
-def test_a_run_resumes_under_a_shape_that_precomputes_nothing(name, tmp_path):
-    """And back: exact shapes leave no tables."""
+def test_a_run_resumes_under_another_shape(name, tmp_path):
     out, graph = str(tmp_path / "run"), small_graph()
     whole = Trainer(config(name, epochs=6), graph=graph).fit()
     Trainer(config(name, epochs=2, out=out, checkpoint_every=2), graph=graph).fit()
@@ -193,13 +232,13 @@ def test_a_run_resumes_under_a_shape_that_precomputes_nothing(name, tmp_path):
 
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("name", ["gcn", "sage", "own sage"])
-def test_pairs_are_scored_after_precomputed_aggregations(name, chunks):
+def test_pairs_are_scored_after_aggregated_features(name, chunks):
     graph = split_links(small_graph(), "60/20/20", seed=0)
     # As wide as the features, so that no product would tell A x from A x W.
     given = replace(config(name, chunks=chunks, staleness="exact"), hidden=7)
     module = GraphSAGE(7, 7, 2).double() if name in OWN else None
     prepared = prepare(given, Mesh.alone(), graph, module)
-    assert len(prepared.precomputed) == 1
+    assert len(given_ops(prepared)) == 1
     assert max(c.largest for c in compare_epochs(graph, prepared, Mesh.alone(), 3)) <= 1e-11
 
 
@@ -221,20 +260,6 @@ def test_products_in_bf16_are_rounded_at_other_places():
         assert shared[name] == pytest.approx(loss, rel=2**-9), name
 
 
-def test_a_profile_for_every_shape_precomputes_nothing(monkeypatch):
-    seen, real = [], measure_steps
-
-    def watched(prepared, *args):
-        seen.append(prepared)
-        return real(prepared, *args)
-
-    monkeypatch.setattr("gnnpipe.profiling.profile.measure_steps", watched)
-    monkeypatch.setattr("gnnpipe.profiling.steps.MIN_TIME_S", 0.0)
-    take_profile(config("sage", staleness="exact"), Mesh.alone(), small_graph(), None)
-    assert len(seen) > 0
-    assert all(prepared.program.is_exact and not prepared.precomputed for prepared in seen)
-
-
 def test_aggregations_over_the_same_matrix_share_one_product():
     class Thrice(nn.Module):
         def __init__(self):
@@ -246,18 +271,17 @@ def test_aggregations_over_the_same_matrix_share_one_product():
             return self.last(sum(conv(x, edge_index) for conv in self.convs).relu())
 
     prepared = prepare(config(), Mesh.alone(), small_graph(), Thrice().double())
-    found = build_rank(prepared, Mesh.alone()).executor.stage._precomputed
-    assert len(found) == 3
-    assert len({rows.data_ptr() for rows in found.values()}) == 1
+    assert len(given_ops(prepared)) == 3
+    (rows,) = build_rank(prepared, Mesh.alone()).executor.stage.rows
+    assert list(rows.aggregated) == ["gcn"]
 
 
 @pytest.mark.parametrize("chunks", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_edges_of_a_precomputed_op_take_no_time(chunks):
+def test_an_op_with_given_rows_has_no_edges(chunks):
     prepared = prepare(config("sage", chunks=chunks), Mesh.alone(), small_graph(3000, features=8))
     sizes = chunk_sizes(prepared).stages[0]
-    first, second = prepared.model_graph.aggregations[:2]
-    assert bool(sizes.columns(first, Side.AFTER)[1].any()) == (chunks > 1)
-    assert sizes.columns(second, Side.AFTER)[1].any()
+    (given,) = given_ops(prepared)
+    assert not sizes.columns(given, Side.AFTER)[1].any()
+    assert sizes.columns(prepared.model_graph.aggregations[0], Side.AFTER)[1].any()
     fitted = fit_costs(measure_steps(prepared, CPU))
-    for side in Side:
-        assert (op_kind(first), f"forward_{side}") in fitted.costs
+    assert (op_kind(given), "forward_after") in fitted.costs
