@@ -86,6 +86,8 @@ class _Splitter:
         """Append the primitive ops; ``made``: the primitive op of each value of the model."""
         op = self.op
         inputs = list(dict.fromkeys(made[value] for value in op.inputs))
+        if op.is_given:
+            inputs.append(self._add("features", OpKind.FEATURES, [], self._width, FREE))
         dense, row_wise, edges = self._times()
         encoded = ""
         if op.reads_features:

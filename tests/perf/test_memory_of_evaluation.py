@@ -29,7 +29,7 @@ from gnnpipe.train.evaluate import evaluate
 N, HIDDEN = 400, 32
 
 
-def prepared_of(model, chunks, stages=1, **settings):
+def prepared_of(model, chunks, stages=1, features=16, **settings):
     settings |= {"model": model} if isinstance(model, str) else {}
     config = quick_config(
         layers=4,
@@ -41,7 +41,7 @@ def prepared_of(model, chunks, stages=1, **settings):
         **settings,
     )
     net = None if isinstance(model, str) else model()
-    return prepare(config, Mesh.alone(), small_graph(n=N, features=16, degree=3), net)
+    return prepare(config, Mesh.alone(), small_graph(n=N, features=features, degree=3), net)
 
 
 def counted(prepared, stage=0):
@@ -142,7 +142,8 @@ def test_the_parts_of_a_sum_stay_in_training():
 
 
 def test_last_stages_by_hand():
-    prepared, table = prepared_of("sage", 5, stages=2), 4 * N * HIDDEN
+    # With features wider than a layer, so that every layer pushes rows.
+    prepared, table = prepared_of("sage", 5, stages=2, features=HIDDEN + 1), 4 * N * HIDDEN
     model = prepared.model_graph
     second, third, _ = (model.ops.index(op) for op in model.aggregations[1:])
 

@@ -14,6 +14,9 @@ from gnnpipe.run.summary import head_lines
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.prepare import prepare
 
+GRAPH = small_graph(features=9)
+"""With features wider than a layer, so that both layers push rows."""
+
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 50), min_size=1, max_size=9))
 def test_columns_are_divided_by_shares(width, parts):
@@ -27,7 +30,7 @@ def test_columns_are_divided_by_shares(width, parts):
 
 def model_of(model="gcn", **settings):
     config = quick_config(model=model, layers=2, hidden=8, **settings)
-    return prepare(config, Mesh.alone(), small_graph()).model_graph
+    return prepare(config, Mesh.alone(), GRAPH).model_graph
 
 
 def aggregations_of(model):
@@ -42,7 +45,7 @@ def prepared_with(ways, model="gcn", ranks=(0, 1), **settings):
     stage = StagePlan.even(tuple(range(described.num_ops)), ranks)
     plan = Plan((stage,), config.chunks, "fill-drain", ways=ways)
     plan = Plan.from_json(plan.to_json())
-    return prepare(replace(config, chunks=1), Mesh.alone(), small_graph(), planner=GivenPlan(plan))
+    return prepare(replace(config, chunks=1), Mesh.alone(), GRAPH, planner=GivenPlan(plan))
 
 
 def test_other_ops_travel_by_halo():
@@ -57,18 +60,18 @@ def test_other_ops_travel_by_halo():
 @pytest.mark.parametrize(
     ("ways", "settings", "message"),
     [
-        ({5: RowWay.COLUMNS}, {}, r"plan: ways: 5: must be an op from 0 to 4"),
-        ({1: RowWay.COLUMNS}, {}, r"columns: op 1 \(drop\) aggregates no rows of neighbours"),
+        ({6: RowWay.COLUMNS}, {}, r"plan: ways: 6: must be an op from 0 to 5"),
+        ({3: RowWay.COLUMNS}, {}, r"columns: op 3 \(linear_1\) aggregates no rows of neighbours"),
         (
             {"second": RowWay.COLUMNS},
             {"model": "gat"},
-            r"columns: op 4 \(part_\d_of_convs_1\) computes messages",
+            r"columns: op 6 \(part_\d_of_convs_1\) computes messages",
         ),
-        ({"second": RowWay.GATHER}, {"ranks": (0,)}, r"gather: op 3 .* is on a single rank"),
+        ({"second": RowWay.GATHER}, {"ranks": (0,)}, r"gather: op 4 .* is on a single rank"),
         (
             {"second": RowWay.COLUMNS},
             {"ranks": (0,)},
-            r"op 3 .* is on a single rank, which sends no",
+            r"op 4 .* is on a single rank, which sends no",
         ),
         (
             {"second": RowWay.COLUMNS},
@@ -84,7 +87,7 @@ def test_a_way_that_an_op_cannot_use_is_refused(ways, settings, message):
 
 def flagged(**settings):
     config = quick_config(layers=2, hidden=8, shards=2, row_way="columns", **settings)
-    return prepare(config, Mesh.alone(), small_graph())
+    return prepare(config, Mesh.alone(), GRAPH)
 
 
 def test_the_flag_gives_every_op_its_way():

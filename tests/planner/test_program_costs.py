@@ -76,7 +76,8 @@ def test_halo_exchanges_cost_what_the_closed_form_of_an_epoch_says(model, chunks
     ]
     entries = 100_000 * 50 / 4
     expected += sum(t.finish.time_s(100_000 / 4, entries=entries) for t in times)
-    assert any(t.finish.base_s for t in times)
+    # GCN reads nothing but aggregated features.
+    assert any(t.finish.base_s for t in times) == (model != "gcn")
     weights = sum(
         made.work[op.name].num_weights
         for op in made.ops

@@ -63,7 +63,8 @@ def test_steps_of_a_stage_that_recomputes_are_fitted_as_the_costs_derive_them():
     """The work of backward contains that of forward, without the sums over edges that are kept."""
     found = []
     for recomputes in (False, True):
-        prepared = prepared_of(small_graph(), layers=3, chunks=2, staleness="exact")
+        graph = small_graph(features=20)  # wider than a layer, so that every layer pushes rows
+        prepared = prepared_of(graph, layers=3, chunks=2, staleness="exact")
         (stage,) = prepared.plan.stages
         plan = replace(prepared.plan, stages=(replace(stage, recompute=recomputes),))
         prepared = replace(prepared, dag=replace(prepared.dag, plan=plan))

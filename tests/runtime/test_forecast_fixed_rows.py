@@ -41,11 +41,11 @@ class Twice(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.mean, self.first = SimpleConv(aggr="mean"), attention(GATv2Conv)
+        self.most, self.first = SimpleConv(aggr="max"), attention(GATv2Conv)
         self.second = GCNConv(HIDDEN, 3)
 
     def forward(self, x, edge_index):
-        x = self.first(torch.tanh(self.mean(x, edge_index)), edge_index)
+        x = self.first(torch.tanh(self.most(x, edge_index)), edge_index)
         return self.second(F.relu(x), edge_index)
 
 
@@ -134,10 +134,10 @@ class MapBehind(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.mean, self.out = SimpleConv(aggr="mean"), nn.Linear(FEATURES, 3)
+        self.most, self.out = SimpleConv(aggr="max"), nn.Linear(FEATURES, 3)
 
     def forward(self, x, edge_index):
-        return self.out(self.mean(x, edge_index))
+        return self.out(self.most(x, edge_index))
 
 
 def test_model_without_moving_rows_has_no_probes():

@@ -27,7 +27,7 @@ def trained(model, shape=(1, 1, 1), every=0, mesh=None, **more):
         recompute_every=max(every, 1),
         **more,
     )
-    trainer = Trainer(config, graph=small_graph(ROWS, sparse=True), world=mesh)
+    trainer = Trainer(config, graph=small_graph(ROWS, features=HIDDEN + 1, sparse=True), world=mesh)
     losses = [row.loss for row in trainer.fit().history]
     return losses, trainer.model.state_dict()
 
@@ -88,10 +88,10 @@ def inputs_held(stage):
     return sum(held.values())
 
 
-FEATURES, CLASSES = 7, 3
-LOSS_ROWS = 21
+CLASSES = 3
+LOSS_ROWS = 20
 """Rows that the last step computes."""
-STEPS = [ROWS * FEATURES, *[ROWS * HIDDEN] * 7, LOSS_ROWS * CLASSES]
+STEPS = [*[ROWS * HIDDEN] * 8, LOSS_ROWS * CLASSES]
 """Numbers that each step but the first one reads."""
 
 
@@ -101,7 +101,7 @@ STEPS = [ROWS * FEATURES, *[ROWS * HIDDEN] * 7, LOSS_ROWS * CLASSES]
 def test_bytes_kept_by_forward(every, kept, monkeypatch):
     """A GCN of 9 layers has 10 steps; each kept step but the first holds its aggregated rows.
 
-    The first aggregation is that of the features, and the last that of the narrower logits.
+    The last aggregation is that of the narrower logits.
 
     With n = 2 and n = 3 there are two levels: forward keeps the inputs of steps 0 and 6.
     """
