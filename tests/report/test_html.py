@@ -50,9 +50,8 @@ def test_every_section_of_a_real_run(run, capsys):
     assert curves.count("<polyline") == 4  # loss; train, val and test
     assert curves.count('data-tip="loss\nepoch ') == 2
     drift = section(text, "drift")
-    assert (
-        drift.count("<polyline") == 2 * 3
-    )  # drift, moved and missed; the first layer pushes no rows
+    # Drift, moved and missed; the first layer pushes no rows.
+    assert drift.count("<polyline") == 2 * 3
 
     timeline = section(text, "timeline")
     trace = read_trace(run / "trace.json")
