@@ -126,9 +126,9 @@ the number.
 STALE_CELLS = {
     "stale_reads": "share of the edges that read a stale row; 0 in an exact epoch. This column "
     "and the following exist only if the run has stale reads",
-    "drift_0, drift_1, ...": "by layer: relative difference between the rows pushed in the epoch "
-    "and the stale rows that were read (Frobenius norms over a sample); most of it is dropout. "
-    "Empty in an exact epoch",
+    "drift_0, drift_1, ...": "by layer that pushes rows: relative difference between the rows "
+    "pushed in the epoch and the stale rows that were read (Frobenius norms over a sample); most "
+    "of it is dropout. Empty in an exact epoch",
     "moved_0, ...": "by layer, with a forecast: relative change of the probe rows by the "
     "optimizer step",
     "missed_0, ...": "by layer, with a forecast: relative error of the forecast on other rows "

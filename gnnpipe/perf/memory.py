@@ -201,6 +201,11 @@ class RankMemory:
         return [op for op in self.ops if op.aggregates and not op.is_mean]
 
     @cached_property
+    def given(self) -> list[Op]:
+        """Ops whose values are aggregated features, one for each matrix."""
+        return list({op.structure: op for op in self.ops if op.is_given}.values())
+
+    @cached_property
     def entries(self) -> int:
         """Edges into own rows, and a self-loop for each row."""
         rows = self.sizes.own_rows
@@ -303,8 +308,7 @@ class RankMemory:
         beside sparse features they are dense.
         """
         number, sizes, found = self.settings.number_bytes, self.sizes, 0
-        given = {op.structure: op for op in self.ops if op.is_given}
-        for op in given.values():
+        for op in self.given:
             rows = sizes.own_rows[op.vertex_type] + (sizes.probe_rows or {}).get(op.vertex_type, 0)
             found += sum(op.outputs.values()) * rows * number
         if any(op.reads_features for op in self.ops):
@@ -560,9 +564,10 @@ class RankMemory:
         """The peak while matrices and blocks are built; ``structure``: bytes of the result.
 
         Edge weights are computed in float64 for the whole graph. The part of the shard is then
-        copied with new indices, rounded and transposed.
+        copied with new indices, rounded and transposed. Features are aggregated with such a part,
+        for which dense ones are copied.
         """
-        if not (self.is_linear or self.has_blocks or self.by_columns):
+        if not (self.is_linear or self.has_blocks or self.by_columns or self.given):
             return 0
         rows = sum(self.sizes.own_rows.values()) * self.shards
         whole = (self.sizes.graph_edges + rows) * (_INDEX_BYTES + _FLOAT64_BYTES)
@@ -574,4 +579,10 @@ class RankMemory:
         if self.by_columns:
             loss_rows, entries = self.sizes.graph_loss_rows, self.sizes.graph_edges + rows
         limited = loss_rows.edges + loss_rows.rows if loss_rows.ops else 0
-        return max(whole + copied * entries, structure + 2 * _LONG_BYTES * limited)
+        numbers = 0
+        for op in self.given:
+            read = 0 if self.settings.sparse_features else self.sizes.table_rows[op.vertex_type]
+            numbers += (self.sizes.own_rows[op.vertex_type] + read) * sum(op.outputs.values())
+            entries = max(entries, self.entries)
+        matrices = whole + copied * entries + numbers * self.settings.number_bytes
+        return max(matrices, structure + 2 * _LONG_BYTES * limited)

@@ -26,9 +26,9 @@ class Staleness:
     stale_reads: float
     """Share of the edges that read a stale row, the same in every layer; 0 in an exact epoch."""
     drift: tuple[float, ...]
-    """By layer: difference between the rows pushed in this epoch and the rows that stale reads saw;
-    NaN in an exact epoch. Most of the difference is dropout, which changes in every epoch. Empty if
-    epochs follow each other without a flush."""
+    """By layer that pushes rows: difference between the rows pushed in this epoch and the rows that
+    stale reads saw; NaN in an exact epoch. Most of the difference is dropout, which changes in
+    every epoch. Empty if epochs follow each other without a flush."""
     moved: tuple[float, ...]
     """By layer, with a forecast: change of the probe rows by the optimizer step; NaN in an exact
     epoch."""

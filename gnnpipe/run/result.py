@@ -86,8 +86,8 @@ class RunResult:
     stale_reads: float
     """Share of the edges that read a stale row, mean over the epochs."""
     drift: list[float]
-    """By layer, in the last epoch with stale reads: relative error of the stale rows, as in
-    metrics.csv; empty if nothing is stale."""
+    """By layer that pushes rows, in the last epoch with stale reads: relative error of the stale
+    rows, as in metrics.csv; empty if nothing is stale."""
     moved: list[float]
     """By layer, in the epoch of ``drift``, with a forecast: relative change of the rows by the
     optimizer step, as in metrics.csv."""
@@ -200,7 +200,7 @@ def gather_result(
     return RunResult(
         dataset=prepared.graph.name,
         model=prepared.model.name,
-        layers=len(prepared.model_graph.aggregations),
+        layers=sum(op.aggregates or op.is_given for op in prepared.model_graph.ops),
         hidden=max((op.push_width for op in prepared.model_graph.aggregations), default=0),
         num_classes=prepared.graph.num_classes,
         multi_label=prepared.graph.is_multi_label,
