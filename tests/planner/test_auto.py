@@ -81,7 +81,7 @@ def test_branches_get_stages_of_their_own(staleness):
     four = Cluster(devices(*[1.0] * 4), Link(12.5e9, 5e-5))
     hardware = Hardware(sheets="a100:100gbe", cluster=four)
     # Shards would read many rows of one another.
-    shape = replace(GRAPH, halo=4.0)
+    shape = replace(GRAPH, features=64, halo=4.0)
     model = model_on_shape(config, shape, Towers())
     space = search_space(config, workload_of_shape(config, shape, model, hardware), hardware)
     space = replace(space, max_chunks=8)
