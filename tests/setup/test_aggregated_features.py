@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers import quick_config, run_ranks, small_graph
 from torch import nn
-from torch_geometric.nn import GCN, GCNConv, GraphSAGE, SGConv
+from torch_geometric.nn import GCN, GCNConv, GraphSAGE, SGConv, SimpleConv
 
 from gnnpipe import Trainer
 from gnnpipe.capture.recording import Recording
@@ -40,12 +40,26 @@ class Dropped(nn.Module):
         return self.second(F.relu(self.first(x, edge_index)), edge_index)
 
 
+class InPlace(nn.Module):
+    """Writes over aggregated features, which are stored for the next epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = SimpleConv(aggr="mean"), GCNConv(7, 3)
+
+    def forward(self, x, edge_index):
+        x = self.first(x, edge_index)
+        x.mul_(2.0)
+        return self.second(x.relu_(), edge_index)
+
+
 OWN = {
     # These add up the narrower rows: the features.
     "own gcn": lambda: GCN(7, 16, 3, 3, dropout=0.5),
     "own sage": lambda: GraphSAGE(7, 16, 3, 3, norm="LayerNorm"),
     "own sgc": lambda: SGConv(7, 3, K=2),
     "own dropped": Dropped,
+    "own in place": InPlace,
 }
 ONCE = {
     "gcn": 1,
@@ -57,6 +71,7 @@ ONCE = {
     "own sage": 1,
     "own sgc": 1,
     "own dropped": 0,
+    "own in place": 1,
 }
 
 
@@ -146,7 +161,7 @@ def test_several_shards_send_no_features():
 
 
 def compare(shapes):
-    """Against one autograd graph, which makes them anew: (largest difference, what)."""
+    """Differences from one autograd graph, which aggregates anew: (largest, model, shape)."""
     found = []
     for stages, chunks in shapes:
         mesh = Mesh.join(stages, 1)
