@@ -5,14 +5,14 @@ from async_reference import RefStage
 
 
 def ops_of(layers, features, hidden):
-    """Ops in order: A aggregates, R is the rest of a layer.
+    """Ops in order: A aggregates, R is the rest of a layer; G gives aggregated features.
 
     If a product makes rows narrower it comes first, as P, and N or B is the rest without it; the
     logits are narrower than the hidden rows.
     """
     last = layers - 1
     inner = [(kind, i) for i in range(1, last) for kind in "AR"]
-    first = [(kind, 0) for kind in ("PAN" if features > hidden else "AR")]
+    first = [(kind, 0) for kind in ("PAN" if features > hidden else "GR")]
     return [*first, *inner, ("P", last), ("A", last), ("B", last)]
 
 
@@ -28,6 +28,8 @@ def stage(ops, dropped, loss_of, is_end):
             conv, norm = f"convs.{i}.", f"norms.{i}."
             if kind == "A":
                 x = one.aggregate("gcn", str(i), x)
+            elif kind == "G":
+                x = one.chunk.data["aggregated"]
             elif kind == "P":
                 x = F.linear(x, weights[conv + "lin.weight"])
             elif kind == "B":
