@@ -369,8 +369,8 @@ class _RankBuilder:
         aggregated: Mapping[str, Tensor] = {}
         if has_features:
             places = np.searchsorted(self.layouts[vertex_type].own, own)
-            every = len(places) == self._shard.num_own
-            aggregated = {k: x if every else x[places] for k, x in self._aggregated.items()}
+            are_all = len(places) == self._shard.num_own
+            aggregated = {k: x if are_all else x[places] for k, x in self._aggregated.items()}
         masks: MaskSource | None = None
         ends = [0, len(own)] if pointer is None else pointer.tolist()
         if pointer is not None and not prepared.recomputes(self._mesh.stage):

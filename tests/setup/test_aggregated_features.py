@@ -121,8 +121,8 @@ def test_conditions(settings, features, count):
     assert len(given_ops(prepared)) == count
 
 
-def test_the_rows_of_every_shape_are_the_product(monkeypatch):
-    """In the order of the graph, also those of the probe vertices."""
+def test_given_rows_are_rows_of_the_product():
+    """In the order of the chunks; those of the probe vertices, too."""
     graph = small_graph()
     prepared = prepare(config("sage", chunks=4), Mesh.alone(), graph)
     source, target = torch.from_numpy(graph.edge_index)
@@ -212,7 +212,7 @@ def test_an_epoch_has_two_products_fewer(name, recompute, monkeypatch):
 
 
 def every_epoch(monkeypatch):
-    """Aggregates features in every epoch, as other rows."""
+    """Make every epoch aggregate the features, as it aggregates other rows."""
     monkeypatch.setattr(Recording, "aggregates_features", lambda self, call: False)
 
 

@@ -37,7 +37,7 @@ def dense_features(rows: Rows) -> Tensor:
 
 
 def aggregated_features(rows: Rows, structure: str) -> Tensor:
-    """Aggregated features of the rows [C, F]."""
+    """Returns the aggregated features of the rows [C, F]; ``structure`` names the matrix."""
     return rows.aggregated[structure]
 
 
