@@ -160,8 +160,9 @@ class Zoo(nn.Module):
         )
 
     def forward(self, x, edge_index):
-        for conv in self.convs[:-1]:
+        for conv in self.convs[:-2]:
             x = conv(x, edge_index).relu_()
+        x = F.elu_(self.convs[-2](x, edge_index))
         return self.convs[-1](x, edge_index)
 
 

@@ -241,7 +241,12 @@ def replace_in_place(recording: fx.GraphModule, call: fx.Node) -> bool:
         return True
     function = getattr(call.target, "__name__", "") if call.op == "call_function" else ""
     if function.endswith("_") and not function.endswith("__"):
-        refuse(f"{function} changes a value in place", f"use {function.rstrip('_')}", call)
+        for library in (F, torch):
+            other = getattr(library, function[:-1], None)
+            if other is not None and getattr(library, function, None) is call.target:
+                call.target = other
+                return True
+        refuse(f"{function} changes a value in place", "use a new one", call)
     if name == "requires_grad_":
         call.target = "view_as"
         call.args, call.kwargs = (call.args[0], call.args[0]), {}

@@ -63,7 +63,7 @@ class Wrong(nn.Module):
         return self.lin(x) if torch.rand(1).item() < 0.5 else x
 
     def in_place(self, x, edge_index):
-        return F.relu_(self.lin(x))
+        return torch.zero_(self.lin(x))
 
     def state(self, x, edge_index):
         self.scale.mul_(0.5)
@@ -93,7 +93,7 @@ class Wrong(nn.Module):
         ("always", r"dropout stays on in evaluation.*training=self\.training"),
         ("held_back", r"the gradient of \w+\.\w+ is another in its recording"),
         ("depth", r"decides by random numbers|cannot be traced"),
-        ("in_place", r"relu_ changes a value in place.*use relu"),
+        ("in_place", r"zero_ changes a value in place.*use a new one"),
         ("state", r"mul_? changes scale in place"),
         ("dropped_weight", "dropout of a weight"),
         ("ordered", r"lstm \(SAGEConv\) does not give the same rows"),
