@@ -421,12 +421,12 @@ def model_on_shape(
     config: TrainConfig, shape: GraphShape, module: nn.Module | None = None
 ) -> ModelGraph:
     """Description of ``module``, or the config's model, on a graph of one vertex."""
-    none = np.zeros(1, dtype=bool)
+    none, features = np.zeros(1, dtype=bool), np.zeros((1, shape.features), dtype=np.float32)
     stand_in = Graph(
         "shape",
         np.zeros(2, dtype=np.int64),
         np.empty(0, dtype=np.int32),
-        np.zeros((1, shape.features), dtype=np.float32),
+        sp.csr_array(features) if shape.stored else features,
         np.zeros(1, dtype=np.int64),
         ~none,
         none,
