@@ -1,11 +1,19 @@
 """Profiles by hand and prepared runs for tests."""
 
+from dataclasses import replace
+
+import scipy.sparse as sp
+
 from gnnpipe.config import TrainConfig
+from gnnpipe.data.load import load_graph
 from gnnpipe.perf import Profile
 from gnnpipe.perf.profile import Affine, ComputeTimes, LinkTimes, OpTimes, op_kind
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.prepare import prepare
 
+_KARATE = load_graph("karate")
+ONE_HOT = replace(_KARATE, x=sp.csr_array(_KARATE.x))
+"""With sparse features wider than a layer, so that every layer pushes rows."""
 LINK = LinkTimes(1e-4, 1e9, 0.1)
 
 

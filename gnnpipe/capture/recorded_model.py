@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+import scipy.sparse as sp
 import torch
 from torch import Tensor, fx, nn
 
@@ -17,6 +18,7 @@ from gnnpipe.capture.edge_work.separate import separate, works_on_edges
 from gnnpipe.capture.fx_names import EDGES, OpaqueConvError
 from gnnpipe.capture.preserve import unchanged, without_caches
 from gnnpipe.capture.recording import Recording
+from gnnpipe.capture.rewrite import aggregate_features_first
 from gnnpipe.capture.signature import edge_inputs
 from gnnpipe.capture.stage.block_conv import DropoutMode
 from gnnpipe.capture.stage.stage_module import RecordedStageModule
@@ -131,13 +133,13 @@ def capture(
     sample = make_sample(model, graph, names)
     initialise_lazy(model, method, sample)
     with unchanged(model):
-        recording, facts, sample, work = _record(model, method, graph, sample)
+        recording, facts, sample, work = _record(model, method, graph, sample, features_change)
     settings = sample.ends, graph.relations, is_rounded, work, features_change
     return RecordedModel(Recording(model, recording, facts, *settings))
 
 
 def _record(
-    model: nn.Module, method: str, graph: Graph, sample: Sample
+    model: nn.Module, method: str, graph: Graph, sample: Sample, features_change: bool
 ) -> tuple[fx.GraphModule, dict[fx.Node, Facts], Sample, EdgeWork | None]:
     """The recording, the facts of its calls, and its work on edges with the edges in the sample.
 
@@ -151,6 +153,9 @@ def _record(
             if graph.edge_order is not None:
                 refuse_positions(recording)
             work, samples = _edge_work(recording, sample)
+            are_fixed = not features_change and (work is None or not work.is_random)
+            if are_fixed and graph.types is None and not sp.issparse(graph.x):
+                aggregate_features_first(recording)
             facts = probe(model, method, recording, samples, graph.vertex_counts)
             return recording, facts, samples[0], work
         except OpaqueConvError as error:

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from gnnpipe.capture.edge_work.kinds import Kind, kinds_of
 from gnnpipe.capture.fx_names import (
     EDGES,
+    FEATURES,
     attribute,
     dropout_arguments,
     input_number,
@@ -33,7 +34,8 @@ from gnnpipe.capture.markers import (
     of_vertices,
     with_items,
 )
-from gnnpipe.graph.operators import RELATION, WEIGHTED
+from gnnpipe.capture.stage.step_calls import is_linear
+from gnnpipe.graph.operators import LINEAR_KINDS, RELATION, WEIGHTED
 from gnnpipe.graph.types import numbered_name
 
 
@@ -272,6 +274,40 @@ def replace_in_place(recording: fx.GraphModule, call: fx.Node) -> bool:
 
 _OUT_OF_PLACE: dict[str, Any] = {"copy_": copied, "fill_": torch.fill, "zero_": torch.zeros_like}
 """Functions that give the value which a method without a counterpart assigns."""
+
+
+def aggregate_features_first(recording: fx.GraphModule) -> None:
+    """Turn ``A (x W)`` with the features x into ``(A x) W``, if nothing else reads x.
+
+    ``A x`` is the same in every epoch and takes the memory of x (``aggregates_features``).
+    """
+    (x,) = (call for call in recording.graph.nodes if is_input(call, FEATURES))
+    maps = list(x.users)
+    sums = [reader for one in maps for reader in one.users]
+    if not sums or not all(_is_product(recording, one) for one in maps):
+        return
+    of_first = dict(sums[0].kwargs)
+    if not all(one.target is aggregate and one.kwargs == of_first for one in sums):
+        return
+    if of_first["structure"] not in LINEAR_KINDS:
+        return
+    with recording.graph.inserting_before(maps[0]):
+        given = recording.graph.call_function(aggregate, (x,), of_first)
+    given.stack_trace = sums[0].stack_trace
+    for one in maps:
+        one.replace_input_with(x, given)
+    for reader in sums:
+        reader.replace_all_uses_with(reader.all_input_nodes[0])
+        recording.graph.erase_node(reader)
+
+
+def _is_product(recording: fx.GraphModule, call: fx.Node) -> bool:
+    """Whether a call is a linear map without bias."""
+    if not is_linear(recording, call):
+        return False
+    if call.op == "call_module":
+        return recording.get_submodule(str(call.target)).bias is None
+    return call.kwargs.get("bias") is None and all(one is None for one in call.args[2:])
 
 
 def mark_vertex_weights(

@@ -58,7 +58,7 @@ def simulated_s(work, dag, lanes=None):
 
 def test_a_stage_takes_the_sum_of_its_ops():
     config = TrainConfig(layers=3, hidden=8, dropout=0.0)
-    shape = GraphShape(1000, 4000, 16, 8)
+    shape = GraphShape(1000, 4000, 16, 8, stored=2000)
     model = model_on_shape(config, shape)
     work = workload_of_shape(config, shape, model, Hardware(profile_of(model)))
     # Every part of an op: 0.5 s, 1 ms a row, 1 us an edge and 0.1 us a feature. An aggregation has

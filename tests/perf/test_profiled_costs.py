@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers import quick_config, run_ranks, small_graph
-from profiles import prepared_of, profile_of
+from profiles import ONE_HOT, prepared_of, profile_of
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
@@ -122,7 +122,7 @@ def test_costs_count_the_bytes_between_stages_of_unlike_shards(staleness):
 
 
 def test_costs_are_those_of_the_profile():
-    prepared = prepared_of(model="gcn", layers=2, chunks=2)
+    prepared = prepared_of(ONE_HOT, model="gcn", layers=2, chunks=2)
     said, sizes = costs_of(prepared), chunk_sizes(prepared).stages[0]
     rows, edges = int(sizes.rows[""][0, 1]), int(sizes.edges[""][0, 1])
     assert rows + int(sizes.rows[""][0, 0]) == 34

@@ -78,7 +78,7 @@ def test_the_work_on_edges_is_divided_by_columns():
 
 
 def simulated(way, halo, shards=8):
-    shape = GraphShape(100_000, 20_000_000, 65, 16, halo=halo)
+    shape = GraphShape(100_000, 20_000_000, 65, 16, halo=halo, stored=2_000_000)
     config = gnnpipe.TrainConfig(layers=4, hidden=64, shards=shards, row_way=way, quiet=True)
     return gnnpipe.simulate(config, shape=shape, hardware="a100:10gbe")
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pyg_models
 import pytest
 from helpers import small_graph
-from profiles import prepared_of, profile_of
+from profiles import ONE_HOT, prepared_of, profile_of
 from torch import nn
 
 from gnnpipe.errors import InputError
@@ -139,7 +139,8 @@ def test_a_profile_without_a_forecast_is_refused_where_there_is_one():
 def test_what_processors_do_for_a_message_is_added_at_both_ends(shape, count):
     """A second for each: of 3 chunks, or of 3 chunks at 4 pushes, both ways."""
     stages, shards, chunks = shape
-    prepared = prepared_of(model="gcn", layers=4, chunks=chunks, stages=stages, shards=shards)
+    settings = {"stages": stages, "shards": shards, "chunks": chunks}
+    prepared = prepared_of(ONE_HOT, model="gcn", layers=4, **settings)
     plain = profile_of(prepared.model_graph)
     busy = replace(plain.message, busy=Affine(1.0))
     more = run_costs(prepared, replace(plain, message=busy, exchange=busy), 2)

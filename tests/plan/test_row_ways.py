@@ -14,7 +14,7 @@ from gnnpipe.run.summary import head_lines
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.prepare import prepare
 
-GRAPH = small_graph(features=9)
+GRAPH = small_graph(features=9, sparse=True)
 """With features wider than a layer, so that both layers push rows."""
 
 

@@ -8,8 +8,8 @@ from gnnpipe.profiling.search import search_space, workload_of_shape
 
 BIG = 80 * 10**9
 SLOW, FAST = Link(1.25e9, 5e-5), Link(300e9, 1e-5)
-GRAPH = GraphShape(100_000, 2_000_000, 65, 16, halo=0.5)
-"""With features wider than a layer, so that every layer pushes rows."""
+GRAPH = GraphShape(100_000, 2_000_000, 65, 16, halo=0.5, stored=2_000_000)
+"""With sparse features wider than a layer, so that every layer pushes rows."""
 MODELS = {}
 
 

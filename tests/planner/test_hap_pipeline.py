@@ -23,7 +23,7 @@ ALL = range(1, 100)
 def planner_on(speeds, link=FREE, pairs=None, *, layers=12, halo=0.5, edges=20_000_000):
     cluster = Cluster(tuple(Device(speed, 10**11) for speed in speeds), link, pairs or {})
     config = TrainConfig(model="gcn", layers=layers, hidden=64)
-    shape = GraphShape(1_000_000, edges, 65, 64, halo=halo)
+    shape = GraphShape(1_000_000, edges, 65, 64, halo=halo, stored=20_000_000)
     model = model_on_shape(config, shape)
     return GroupPlanner(
         workload_of_shape(config, shape, model, Hardware(sheets="a100:10gbe", cluster=cluster))
@@ -173,7 +173,7 @@ def trained(stages, chunks, halo):
     plan = found.runnable_plan(planner.workload)
     plan = Plan.from_json(plan.to_json())
     # One feature more than hidden columns, and as many classes, as in the shape: the same ops.
-    graph = small_graph(n=120, features=9, classes=8)
+    graph = small_graph(n=120, features=9, classes=8, sparse=True)
     mesh = Mesh.of(World.meet(3, "cpu"), plan.placement)
     config = quick_config(model="gcn", layers=4, hidden=8, epochs=3)
     prepared = prepare(config, mesh, graph, planner=GivenPlan(plan))

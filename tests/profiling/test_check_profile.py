@@ -63,7 +63,7 @@ def test_steps_of_a_stage_that_recomputes_are_fitted_as_the_costs_derive_them():
     """The work of backward contains that of forward, without the sums over edges that are kept."""
     found = []
     for recomputes in (False, True):
-        graph = small_graph(features=20)  # wider than a layer, so that every layer pushes rows
+        graph = small_graph(features=20, sparse=True)  # wide, so that every layer pushes rows
         prepared = prepared_of(graph, layers=3, chunks=2, staleness="exact")
         (stage,) = prepared.plan.stages
         plan = replace(prepared.plan, stages=(replace(stage, recompute=recomputes),))
@@ -115,7 +115,7 @@ def test_a_simulation_with_a_doubtful_profile_warns(tmp_path):
     ("error", "waiting", "told"),
     [
         (0.25, 0.1, []),
-        (0.4, 0.0, ["warning: the fit of linear, out 8", "is off by 40%; measure again"]),
+        (0.4, 0.0, ["warning: the fit of linear, out 4", "is off by 40%; measure again"]),
         (
             0.1,
             0.34,

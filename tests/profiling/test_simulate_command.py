@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import small_graph
-from profiles import prepared_of, profile_of
+from profiles import ONE_HOT, prepared_of, profile_of
 
 import gnnpipe
 from gnnpipe.cli.main import main
@@ -115,7 +115,7 @@ def test_a_shape_shares_out_all_there_is():
 
 
 def test_a_shape_is_near_the_graph_that_it_is_of():
-    prepared = prepared_of(layers=4, stages=2, shards=2, chunks=3)
+    prepared = prepared_of(ONE_HOT, layers=4, stages=2, shards=2, chunks=3)
     real = scenario_of(prepared)
     even = scenario_of_shape(prepared.config, real.shape)
     assert even.plan == real.plan

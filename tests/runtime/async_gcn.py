@@ -1,18 +1,19 @@
 """The built-in GCN as stages of ``async_reference``, op by op in plain torch."""
 
+import scipy.sparse as sp
 import torch.nn.functional as F
 from async_reference import RefStage
 
 
-def ops_of(layers, features, hidden):
+def ops_of(layers, features_are_given):
     """Ops in order: A aggregates, R is the rest of a layer; G gives aggregated features.
 
-    If a product makes rows narrower it comes first, as P, and N or B is the rest without it; the
-    logits are narrower than the hidden rows.
+    ``features_are_given``: they are aggregated once. If a product makes rows narrower it comes
+    first, as P, and N or B is the rest without it; the logits are narrower than the hidden rows.
     """
     last = layers - 1
     inner = [(kind, i) for i in range(1, last) for kind in "AR"]
-    first = [(kind, 0) for kind in ("PAN" if features > hidden else "GR")]
+    first = [(kind, 0) for kind in ("GR" if features_are_given else "PAN")]
     return [*first, *inner, ("P", last), ("A", last), ("B", last)]
 
 
@@ -47,7 +48,8 @@ def stage(ops, dropped, loss_of, is_end):
 def stages_of(prepared, dropped, loss_of):
     """The stages of a prepared run of the built-in GCN, with copies of its weights."""
     config = prepared.config
-    ops = ops_of(config.layers, prepared.graph.num_features, config.hidden)
+    x = prepared.graph.x
+    ops = ops_of(config.layers, not sp.issparse(x) or x.shape[1] <= config.hidden)
     assert prepared.plan.num_ops == len(ops)
     found = []
     for number, planned in enumerate(prepared.plan.stages):

@@ -101,7 +101,7 @@ def reference_of(prepared, graph, stages, leads, policy, optimizer, every):
     chunk = torch.from_numpy(prepared.chunking.chunk_of_row()[prepared.chunking.inverse])
     parts = [(chunk == c).nonzero()[:, 0] for c in range(CHUNKS)]
     data = {
-        "x": torch.from_numpy(graph.x).double(),
+        "x": torch.from_numpy(graph.x.toarray()).double(),
         "y": torch.from_numpy(graph.y).long(),
         "train": torch.from_numpy(graph.train_mask),
     }
@@ -130,7 +130,7 @@ def reference_of(prepared, graph, stages, leads, policy, optimizer, every):
 def difference(stages, shards, policy, optimizer, every, is_fork=False, ahead=1):
     """Largest difference of losses and weights; runs on every rank."""
     mesh = Mesh.join(stages, shards)
-    graph = small_graph(40, directed=True)
+    graph = small_graph(40, directed=True, sparse=True)
     shape = {"stages": stages, "shards": shards, "chunks": CHUNKS, "schedule": "async"}
     config = quick_config(
         model="gcn",

@@ -30,7 +30,7 @@ from gnnpipe.verification.reference_dropout import drop
 
 CHUNKS, SEED, LAYERS = 6, 0, 4
 HIDDEN = 6
-"""Fewer than features, so that each of four stages of the GCN has a product."""
+"""Fewer than the sparse features, so that each of four stages of the GCN has a product."""
 SPANS = (2, 1)
 """Epochs between flushes."""
 OPTIMIZERS = {
@@ -50,7 +50,7 @@ def optimizer_of(name):
 @cache
 def matrices():
     """The graph's matrices of GCN and of the mean of SAGE, dense."""
-    graph = small_graph(40, directed=True)
+    graph = small_graph(40, directed=True, sparse=True)
     n = graph.num_vertices
     a = torch.zeros(n, n, dtype=torch.float64)
     source, target = torch.from_numpy(graph.edge_index).long()
@@ -147,12 +147,12 @@ class Branches:
 
 def reference_of(prepared, stages, depths, policy, optimizer, every):
     """The reference, and a function that trains epochs and returns their losses."""
-    graph = small_graph(40, directed=True)
+    graph = small_graph(40, directed=True, sparse=True)
     perm = torch.from_numpy(prepared.chunking.perm)
     chunk_of = torch.from_numpy(prepared.chunking.chunk_of_row().astype("int64"))
     parts = [perm[chunk_of == c] for c in range(CHUNKS)]
     train = torch.from_numpy(graph.train_mask)
-    x = torch.from_numpy(graph.x).double()
+    x = torch.from_numpy(graph.x.toarray()).double()
     data = {
         "x": x,
         "aggregated": matrices()["gcn"] @ x,
@@ -204,7 +204,7 @@ def difference(stages, policy, optimizer="Adam", every=1, dag=False, shards=1, *
         **({"hidden": HIDDEN} | OPTIMIZERS[optimizer] | further),
     )
     model = (Joined(), Branches()) if dag else ()
-    prepared = prepare(config, mesh, small_graph(40, directed=True), *model)
+    prepared = prepare(config, mesh, small_graph(40, directed=True, sparse=True), *model)
     state = {n: p.detach().clone() for n, p in prepared.model.module.named_parameters()}
     runtime = build_rank(prepared, mesh)
     depths = [1, 1, 0] if dag else list(reversed(range(stages)))

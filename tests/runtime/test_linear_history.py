@@ -24,7 +24,7 @@ def trained(epochs=3, **settings):
     """Losses, weights and scores after some epochs, and the rank's runtime."""
     config = quick_config(epochs=epochs, layers=3, hidden=16, dropout=0.3, **settings)
     mesh = Mesh.alone()
-    prepared = prepare(config, mesh, small_graph(n=120, degree=3, features=20))
+    prepared = prepare(config, mesh, small_graph(n=120, degree=3, features=20, sparse=True))
     rank_runtime = build_rank(prepared, mesh)
     losses = [
         train_epoch(rank_runtime, mesh, prepared.program_of(e), prepared.chunk_order(e), e)
@@ -121,7 +121,7 @@ def test_which_aggregations_share_a_table():
     def numbers(**settings):
         """Which of the aggregations share one, by number."""
         config = quick_config(**{"layers": 4, "hidden": 16, "chunks": 5} | settings)
-        graph = small_graph(n=120, degree=3, features=20)
+        graph = small_graph(n=120, degree=3, features=20, sparse=True)
         known = np.flatnonzero(graph.train_mask)
         few = graph.train_mask & (np.arange(120) < known[len(known) // 3])
         prepared = prepare(config, Mesh.alone(), replace(graph, train_mask=few))
@@ -141,7 +141,7 @@ def test_which_aggregations_share_a_table():
 
 def test_every_stage_by_itself():
     config = quick_config(layers=5, hidden=16, chunks=5, stages=3)
-    prepared = prepare(config, Mesh.alone(), small_graph(n=120, degree=3, features=20))
+    prepared = prepare(config, Mesh.alone(), small_graph(n=120, degree=3, features=20, sparse=True))
     ops, few = prepared.model_graph.ops, prepared.loss_rows.ops
     runs = [{ops[i].name for i in stage.ops if ops[i].aggregates} for stage in prepared.plan.stages]
     assert {len(run) for run in runs} == {1, 2}
@@ -152,7 +152,7 @@ def test_every_stage_by_itself():
 @pytest.mark.parametrize("staleness", ["auto", "exact"])
 def test_predictions_count_live_edges(staleness):
     config = quick_config(layers=4, hidden=16, chunks=5, staleness=staleness)
-    prepared = prepare(config, Mesh.alone(), small_graph(n=120, degree=3, features=20))
+    prepared = prepare(config, Mesh.alone(), small_graph(n=120, degree=3, features=20, sparse=True))
     graph, sizes = prepared.graph, chunk_sizes(prepared).stages[0]
     chunk, op = prepared.chunking.chunk_of_row(), prepared.model_graph.aggregations[1]
     crossing = (np.repeat(chunk, graph.degrees) != chunk[graph.indices]).sum()

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import torch
 import torch.nn.functional as F
 from helpers import quick_config, run_ranks, small_graph
 from torch import nn
-from torch_geometric.nn import GCN, GCNConv, GraphSAGE, SGConv, SimpleConv
+from torch_geometric.nn import GCN, GATConv, GCNConv, GraphConv, GraphSAGE, SGConv, SimpleConv
 
 from gnnpipe import Trainer
 from gnnpipe.capture.recording import Recording
@@ -109,9 +110,13 @@ def test_aggregations_of_features_of_each_model(name):
         ({"comm_dtype": "bf16", "dtype": "float32"}, {}, 1),
         ({}, {"sparse": True}, 1),
         ({}, {"features": 8}, 1),
-        # Of wider features A (x W) is computed.
-        ({}, {"features": 9}, 0),
+        # Wider than the layer; of sparse ones A (x W) is computed.
+        ({}, {"features": 9}, 1),
+        ({}, {"features": 9, "sparse": True}, 0),
         # Labels among the features are other ones in every epoch.
+        ({"label_inputs": 0.5}, {"features": 9}, 0),
+        # Its layers read the features themselves, too.
+        ({"name": "sage"}, {"features": 9}, 0),
         ({"label_inputs": 0.5}, {}, 0),
     ],
 )
@@ -144,10 +149,11 @@ def test_given_rows_are_rows_of_the_product():
 
 
 def bytes_of_rows(shards):
-    """Bytes of an epoch for rows of other shards, by number of features."""
+    """Bytes of an epoch for rows of other shards, by number of features; those of 9 are sparse."""
     mesh, found, graph = Mesh.join(1, shards), {}, small_graph()
-    for features in (7, 9):
-        given = replace(graph, x=np.resize(graph.x, (graph.num_vertices, features)))
+    for features in (7, 9, 10):
+        x = np.resize(graph.x, (graph.num_vertices, features))
+        given = replace(graph, x=sp.csr_array(x) if features == 9 else x)
         result = Trainer(config(shards=shards, epochs=2, eval_every=0), given, world=mesh).fit()
         assert result.comm_bytes_per_epoch == result.comm_bytes_closed_form
         found[features] = result.comm_bytes_per_epoch["graph"]
@@ -155,9 +161,10 @@ def bytes_of_rows(shards):
 
 
 def test_several_shards_send_no_features():
-    """Layers push 8, 8 and 3 numbers a row; the first none of 7 features, which it aggregates."""
+    """Layers push 8, 8 and 3 numbers a row; the first none of dense features."""
     for found in run_ranks(bytes_of_rows, 2, 2):
         assert found[7] * (8 + 8 + 3) == found[9] * (8 + 3) > 0
+        assert found[7] == found[10]
 
 
 def compare(shapes):
@@ -275,20 +282,45 @@ def test_products_in_bf16_are_rounded_at_other_places():
         assert shared[name] == pytest.approx(loss, rel=2**-9), name
 
 
-def test_aggregations_over_the_same_matrix_share_one_product():
-    class Thrice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.convs = nn.ModuleList(GCNConv(7, 8) for _ in range(3))
-            self.last = nn.Linear(8, 3)
+class Thrice(nn.Module):
+    """Three layers side by side, and in a fourth the features as they are or with other weights."""
 
-        def forward(self, x, edge_index):
-            return self.last(sum(conv(x, edge_index) for conv in self.convs).relu())
+    def __init__(self, features, fourth=None):
+        super().__init__()
+        self.convs = nn.ModuleList(GCNConv(features, 8) for _ in range(3))
+        self.fourth, self.last = fourth, nn.Linear(8, 3)
 
-    prepared = prepare(config(), Mesh.alone(), small_graph(), Thrice().double())
-    assert len(given_ops(prepared)) == 3
-    (rows,) = build_rank(prepared, Mesh.alone()).executor.stage.rows
-    assert list(rows.aggregated) == ["gcn"]
+    def forward(self, x, edge_index):
+        made = sum(conv(x, edge_index) for conv in self.convs)
+        if isinstance(self.fourth, nn.Linear):
+            made = made + self.fourth(x)
+        elif self.fourth is not None:
+            made = made + self.fourth(x, edge_index)
+        return self.last(made.relu())
+
+
+@pytest.mark.parametrize(
+    ("features", "fourth", "count"),
+    [
+        (7, None, 3),
+        (9, None, 1),
+        (9, lambda: GCNConv(9, 8), 1),
+        (9, lambda: nn.Linear(9, 8), 0),
+        (9, lambda: GraphConv(9, 8, aggr="mean"), 0),
+        (9, lambda: GATConv(9, 8), 0),
+    ],
+)
+def test_layers_that_read_the_same_features(features, fourth, count):
+    """They share one product, of wide features only if no layer needs these themselves."""
+    torch.manual_seed(0)
+    module = Thrice(features, fourth and fourth()).double()
+    graph = small_graph(features=features)
+    prepared = prepare(config(chunks=4, staleness="exact"), Mesh.alone(), graph, module)
+    assert len(given_ops(prepared)) == count
+    rows = build_rank(prepared, Mesh.alone()).executor.stage.rows
+    assert list(rows[0].aggregated) == ["gcn"] * bool(count)
+    assert (rows[0].features is None) == bool(count)
+    assert max(c.largest for c in compare_epochs(graph, prepared, Mesh.alone(), 3)) <= 1e-11
 
 
 @pytest.mark.parametrize("chunks", [1, pytest.param(4, marks=pytest.mark.slow)])
