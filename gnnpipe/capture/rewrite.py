@@ -286,19 +286,19 @@ def aggregate_features_first(recording: fx.GraphModule) -> None:
     sums = [reader for one in maps for reader in one.users]
     if not sums or not all(_is_product(recording, one) for one in maps):
         return
-    of_first = dict(sums[0].kwargs)
-    if not all(one.target is aggregate and one.kwargs == of_first for one in sums):
+    first, *others = sums
+    if not all(one.target is aggregate and one.kwargs == first.kwargs for one in sums):
         return
-    if of_first["structure"] not in LINEAR_KINDS:
+    if first.kwargs["structure"] not in LINEAR_KINDS:
         return
-    with recording.graph.inserting_before(maps[0]):
-        given = recording.graph.call_function(aggregate, (x,), of_first)
-    given.stack_trace = sums[0].stack_trace
+    for one in sums:
+        one.replace_all_uses_with(one.all_input_nodes[0])
+    for one in others:
+        recording.graph.erase_node(one)
+    first.args = (x,)
+    maps[0].prepend(first)
     for one in maps:
-        one.replace_input_with(x, given)
-    for reader in sums:
-        reader.replace_all_uses_with(reader.all_input_nodes[0])
-        recording.graph.erase_node(reader)
+        one.replace_input_with(x, first)
 
 
 def _is_product(recording: fx.GraphModule, call: fx.Node) -> bool:
