@@ -110,9 +110,10 @@ def struck_rows(strikes):
 
 
 def pyg_data(graph):
-    """The graph as a PyG ``Data``."""
+    """The graph as a PyG ``Data``, with dense features."""
     masks = {f"{part}_mask": getattr(graph, f"{part}_mask") for part in ("train", "val", "test")}
-    fields = {"x": graph.x, "edge_index": graph.edge_index, "y": graph.y, **masks}
+    x = graph.x.toarray() if sp.issparse(graph.x) else graph.x
+    fields = {"x": x, "edge_index": graph.edge_index, "y": graph.y, **masks}
     return Data(**{name: torch.from_numpy(value) for name, value in fields.items()})
 
 

@@ -49,8 +49,9 @@ def slow_rank(shape, slow, staleness="none"):
     config = quick_config(
         stages=stages, shards=shards, chunks=chunks, layers=4, staleness=staleness, eval_every=0
     )
+    graph = small_graph(features=config.hidden + 1, sparse=True)  # every layer pushes rows
     with napping(mesh, slow):
-        result = Trainer(config, graph=small_graph(), world=mesh).fit()
+        result = Trainer(config, graph=graph, world=mesh).fit()
     return result.time_shares, [row.epoch_time_s for row in result.history]
 
 

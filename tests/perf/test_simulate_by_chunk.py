@@ -126,7 +126,7 @@ def test_the_simulate_command_counts_seconds_of_one_epoch():
 
     def bubble(schedule, staleness="none"):
         config = TrainConfig(
-            layers=16, hidden=128, stages=4, chunks=32, schedule=schedule, staleness=staleness,
+            layers=32, hidden=128, stages=4, chunks=32, schedule=schedule, staleness=staleness,
             out="off", cache_dir="off",
         )  # fmt: skip
         found = simulate_command(config, shape=shape, hardware="a100:nvlink3")

@@ -81,7 +81,7 @@ class Running:
 def difference(stages, shards):
     """Largest difference of losses, weights, running statistics and predictions, and warnings."""
     mesh = Mesh.join(stages, shards)
-    graph = small_graph(40, directed=True)
+    graph = small_graph(40, directed=True, sparse=True)
     run = quick_config(
         epochs=EPOCHS, eval_every=EVERY, lr=LR, lr_schedule="cosine", stages=stages, shards=shards,
         chunks=CHUNKS, schedule="async",

@@ -21,8 +21,8 @@ from gnnpipe.runtime.stage import Stage
 FAULT_EPOCH = 2
 """Number of the epoch with the fault, from 0: the first one after the first flush."""
 STRUCK = int(small_graph(40, directed=True, sparse=True).train_mask.nonzero()[0][1])
-"""A training vertex; the fault is in its chunk. Behind the first one ReLU and dropout stop all of the
-few columns, and so the NaN, too (docs/adr/0046)."""
+"""A training vertex; the fault is in its chunk. Behind the first one ReLU and dropout stop all of
+the few columns, and so the NaN, too (docs/adr/0046)."""
 
 
 class Faulty:

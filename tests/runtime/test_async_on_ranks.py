@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import torch
 import torch.nn.functional as F
 from async_gcn import stages_of
@@ -101,7 +102,7 @@ def reference_of(prepared, graph, stages, leads, policy, optimizer, every):
     chunk = torch.from_numpy(prepared.chunking.chunk_of_row()[prepared.chunking.inverse])
     parts = [(chunk == c).nonzero()[:, 0] for c in range(CHUNKS)]
     data = {
-        "x": torch.from_numpy(graph.x.toarray()).double(),
+        "x": torch.from_numpy(graph.x.toarray() if sp.issparse(graph.x) else graph.x).double(),
         "y": torch.from_numpy(graph.y).long(),
         "train": torch.from_numpy(graph.train_mask),
     }
