@@ -18,6 +18,7 @@ from gnnpipe.perf import (
     measured_spans,
     time_shares,
 )
+from gnnpipe.plan import ModelGraph
 from gnnpipe.profiling.predict import Predictor
 from gnnpipe.run.early_stopping import BestEpoch
 from gnnpipe.run.epoch_times import gather_epoch
@@ -42,7 +43,9 @@ class RunResult:
     dataset: str
     model: str
     layers: int
+    """Aggregations of the model, those of the features included."""
     hidden: int
+    """Largest width of the rows that are aggregated, or made of aggregated features."""
     num_classes: int
     """Classes, labels or targets of a vertex; 0 for links."""
     multi_label: bool
@@ -201,7 +204,7 @@ def gather_result(
         dataset=prepared.graph.name,
         model=prepared.model.name,
         layers=sum(op.aggregates or op.is_given for op in prepared.model_graph.ops),
-        hidden=max((op.push_width for op in prepared.model_graph.aggregations), default=0),
+        hidden=_hidden_width(prepared.model_graph),
         num_classes=prepared.graph.num_classes,
         multi_label=prepared.graph.is_multi_label,
         stages=prepared.plan.num_stages,
@@ -243,3 +246,11 @@ def gather_result(
         predicted_timeline=predicted.timeline if predicted else (),
         path=path,
     )
+
+
+def _hidden_width(model: ModelGraph) -> int:
+    """Return ``RunResult.hidden``."""
+    given = {value for op in model.ops if op.is_given for value in op.outputs}
+    made = [op.outputs.values() for op in model.ops if given.intersection(op.inputs)]
+    pushed = [op.push_width for op in model.aggregations]
+    return max([*pushed, *(width for widths in made for width in widths)], default=0)
