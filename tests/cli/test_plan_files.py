@@ -22,7 +22,7 @@ PLAN = {
     "version": 6,
     "stages": [
         {"ops": [0, 1, 2, 3, 4], "ranks": [0, 1], "shares": [0.7, 0.3]},
-        {"ops": [5, 6, 7, 8, 9], "ranks": [2], "shares": [1.0]},
+        {"ops": [5, 6, 7, 8], "ranks": [2], "shares": [1.0]},
     ],
     "chunks": 2,
     "schedule": "layer-sync",
@@ -93,9 +93,9 @@ PLANS = {
     "op twice": (
         (*STAGE, "ops"),
         [0, 1, 2, 3, 4, 5],
-        ["stages[1]: ops [5, 6, 7, 8, 9]: op 5 is in stages[0], too"],
+        ["stages[1]: ops [5, 6, 7, 8]: op 5 is in stages[0], too"],
     ),
-    "op missing": ((*STAGE, "ops"), [0], ["op 1 is in no stage", "op 9 is in stages[1]"]),
+    "op missing": ((*STAGE, "ops"), [0], ["op 1 is in no stage", "op 8 is in stages[1]"]),
     "ops descend": ((*STAGE, "ops"), [1, 0], ["stages[0]: ops [1, 0]: must ascend; try [0, 1]"]),
     "no ops": ((*STAGE, "ops"), [], ["stages[0]: ops []: is empty", "leave the stage out"]),
     "share too few": ((*STAGE, "shares"), [1.0], ["stages[0]: shares [1.0]: 1 for 2 ranks"]),
@@ -130,13 +130,13 @@ PLANS = {
         ["collectives: 'shard_sun'", "?"],
     ),
     "way unknown": (("ways",), {"1": "column"}, ["ways: 1 'column': must be one of halo, gather"]),
-    "way of no op": (("ways",), {"10": "columns"}, ["ways: 10: must be an op from 0 to 9"]),
+    "way of no op": (("ways",), {"9": "columns"}, ["ways: 9: must be an op from 0 to 8"]),
     "way of a name": (("ways",), {"drop": "columns"}, ["ways: 'drop': must be a whole number"]),
     "way with a zero": (("ways",), {"01": "halo"}, ["ways: '01': must be", "leading zeros"]),
     "way without shards": (
         ("ways",),
-        {"5": "columns"},
-        ["ways: columns: op 5 (aggregate_2)", "single rank"],
+        {"7": "columns"},
+        ["ways: columns: op 7 (aggregate_3)", "single rank"],
     ),
     "ways a list": (("ways",), ["halo"], ["ways ['halo']: must be an object"]),
     "version old": (
@@ -150,7 +150,7 @@ PLANS = {
         ("stages",),
         [
             {"ops": [0, 1, 2, 3, 5], "ranks": [0], "shares": [1.0]},
-            {"ops": [4, 6, 7, 8, 9], "ranks": [1], "shares": [1.0]},
+            {"ops": [4, 6, 7, 8], "ranks": [1], "shares": [1.0]},
         ],
         ["stage 0 is not convex", "op 4 between them is in stage 1"],
     ),
@@ -158,7 +158,7 @@ PLANS = {
         ("stages", 1, "ops"),
         [5, 6, 7],
         [
-            "is for 8 ops, and GCN has 10; try the --layers that the plan was made with, "
+            "is for 8 ops, and GCN has 9; try the --layers that the plan was made with, "
             "--plan uniform or --plan auto"
         ],
     ),
@@ -233,24 +233,24 @@ def test_a_field_that_is_given_twice_is_refused(tmp_path, capsys):
 
 SIMULATED = ["simulate", *SMALL, "--profile", "profile.json"]
 PROFILES = {
-    # SAGE's inner layers have two products of 8 x 8, GCN's have one.
+    # GCN aggregates the features once; SAGE reads them, too, and aggregates what it maps.
     "another model": (
         {"model": "sage"},
         (),
         None,
-        ["has no op like drop_1 (drop, out 8, flops 128 a row), but one with flops", "take one"],
+        ["has no op like aggregate (aggregate, out 34, flops 0 a row), but one with", "take one"],
     ),
     "a model without its convolution": (
         {"model": "gat"},
         (),
         None,
-        ["has no op like linear (linear, ", "only ", "model_convs", "take one"],
+        ["has no op like aggregate (aggregate, ", "only ", "model_convs", "take one"],
     ),
     "another width": (
         {"hidden": 16},
         (),
         None,
-        ["has no op like linear (linear, out 8", "but one with out 16", "take one"],
+        ["has no op like drop (drop, out 8", "but one with out 16", "take one"],
     ),
     "another graph": ("small graph", (), None, ["has no op like ", "dataset and the model"]),
     "no ops": ({}, ("compute", 0, "ops"), {}, ["has no op like ", "only none; take one"]),
@@ -329,7 +329,7 @@ def test_a_plan_of_more_ranks_says_how_to_start_them(command, tmp_path, capsys, 
 
 def test_a_resumed_run_names_the_plan_in_its_folder(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    alone = changed(PLAN, ("stages",), [{"ops": [*range(10)], "ranks": [0], "shares": [1.0]}])
+    alone = changed(PLAN, ("stages",), [{"ops": [*range(9)], "ranks": [0], "shares": [1.0]}])
     (tmp_path / "plan.json").write_text(json.dumps(alone))
     run = ["--epochs", "2", "--checkpoint-every", "2", "--no-predict", "--quiet", "--out", "run"]
     assert main(["train", *SMALL, "--plan", "plan.json", *run]) == 0
@@ -339,7 +339,7 @@ def test_a_resumed_run_names_the_plan_in_its_folder(tmp_path, capsys, monkeypatc
         json.dumps(PLAN): "need 3 ranks, not 1; try --plan auto or --plan uniform",
         json.dumps(
             changed(alone, ("stages", 0, "ops"), [*range(8)])
-        ): "is for 8 ops, and GCN has 10",
+        ): "is for 8 ops, and GCN has 9",
         json.dumps(alone | {"chunk": 2}): "'chunk' is not a field; did you mean 'chunks'?",
         "": "not JSON",
     }.items():
