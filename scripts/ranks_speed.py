@@ -96,7 +96,6 @@ def train(graph: str, shape: str, out: Path, name: str) -> None:
     row = {
         "epoch_s": statistics.median(times[WARM:]),
         "actions_s": {kind: statistics.median(took) for kind, took in seconds.items()},
-        "sent": list(runtime.executor.epoch_bytes),
     }
     (out / f"{name}-{mesh.rank}.json").write_text(json.dumps(row), encoding="utf-8")
 
