@@ -17,7 +17,7 @@ from gnnpipe.capture.edge_work.program import EdgeSets, EdgeWork, graph_of_sets,
 from gnnpipe.capture.edge_work.separate import separate, works_on_edges
 from gnnpipe.capture.fx_names import EDGES, OpaqueConvError
 from gnnpipe.capture.preserve import unchanged, without_caches
-from gnnpipe.capture.recording import Recording
+from gnnpipe.capture.recording import Recording, inputs_are_fixed
 from gnnpipe.capture.rewrite import aggregate_features_first
 from gnnpipe.capture.signature import edge_inputs
 from gnnpipe.capture.stage.block_conv import DropoutMode
@@ -153,8 +153,8 @@ def _record(
             if graph.edge_order is not None:
                 refuse_positions(recording)
             work, samples = _edge_work(recording, sample)
-            are_fixed = not features_change and (work is None or not work.is_random)
-            if are_fixed and graph.types is None and not sp.issparse(graph.x):
+            has_dense_features = graph.types is None and not sp.issparse(graph.x)
+            if has_dense_features and inputs_are_fixed(work, features_change):
                 aggregate_features_first(recording)
             facts = probe(model, method, recording, samples, graph.vertex_counts)
             return recording, facts, samples[0], work

@@ -43,6 +43,11 @@ class Assignment:
     """The buffer, and the buffers that the value is made of, by name."""
 
 
+def inputs_are_fixed(edge_work: EdgeWork | None, features_change: bool) -> bool:
+    """Whether features and edges are the same in every epoch and in evaluation."""
+    return not features_change and (edge_work is None or not edge_work.is_random)
+
+
 class Recording:
     """The calls that a model's forward makes, and what each of them does to rows."""
 
@@ -189,7 +194,8 @@ class Recording:
 
         It is computed once, when the run is set up, and its rows are given like the features.
         """
-        if call.target is not aggregate or self.edges_are_random or self.features_change:
+        are_fixed = inputs_are_fixed(self.edge_work, self.features_change)
+        if call.target is not aggregate or not are_fixed:
             return False
         is_one_matrix = call.kwargs["structure"] in LINEAR_KINDS  # not of one of several relations
         return is_one_matrix and is_input(call.all_input_nodes[0], FEATURES)

@@ -1,4 +1,5 @@
-"""Rewrites a recording: dropout, in-place calls, weights and buffers with a row for each vertex."""
+"""Rewrites a recording: dropout, in-place calls, aggregated features, and weights and buffers with a
+row for each vertex."""
 
 from __future__ import annotations
 
