@@ -1,5 +1,6 @@
-"""Rewrites a recording: dropout, in-place calls, aggregated features, and weights and buffers with a
-row for each vertex."""
+"""Rewrites a recording: dropout, in-place calls, aggregated features, and weights and buffers
+with a row for each vertex.
+"""
 
 from __future__ import annotations
 
