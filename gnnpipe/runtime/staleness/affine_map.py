@@ -99,14 +99,18 @@ def fit_affine(
     ridge = RIDGE * full.diagonal().mean() + 1e-30  # not singular for rows of zeros
     full = full - torch.outer(x, x) / rows
     cross = cross.view(width, width) - torch.outer(x, d) / rows
+    # Unlike ``cholesky``, this does not raise if rows are not finite: the loss says so later.
     eye = torch.eye(width, dtype=sums.dtype, device=sums.device)
-    both = torch.linalg.solve(full + ridge * eye, torch.cat([cross, full], dim=1))
-    ridge_slope, freedom = both[:, :width], 1 + float(both[:, width:].diagonal().sum())
-    basis, _ = torch.linalg.qr(cross.T @ (ridge_slope @ _start(width).to(sums.device)))
-    left, right = ridge_slope @ basis, basis.T
-    slope = left @ right
-    shift = (d - x @ slope) / rows
-    explained = 2 * (slope * cross).sum() - (slope * (full @ slope)).sum() + (d * d).sum() / rows
+    factor, _ = torch.linalg.cholesky_ex(full + ridge * eye)
+    inverse_trace = torch.linalg.solve_triangular(factor, eye, upper=False).square().sum()
+    freedom = 1 + width - float(ridge * inverse_trace)  # 1 + the trace of (full + ridge I)^-1 full
+    start = torch.cholesky_solve(cross @ _start(width).to(sums.device), factor)
+    basis, _ = torch.linalg.qr(cross.T @ start)
+    wanted = cross @ basis
+    left, right = torch.cholesky_solve(wanted, factor), basis.T
+    shift = (d - x @ left @ right) / rows
+    # Q has orthonormal columns, so of the slope S Q Q^T only S Q is needed.
+    explained = 2 * (left * wanted).sum() - (left * (full @ left)).sum() + (d * d).sum() / rows
     total = max(float(size), 1e-30)
     left_freedom = 1.0 if is_whole else max(1 - freedom / rows, 1 / rows)
     return AffineMap(
