@@ -99,7 +99,8 @@ def fit_affine(
     ridge = RIDGE * full.diagonal().mean() + 1e-30  # not singular for rows of zeros
     full = full - torch.outer(x, x) / rows
     cross = cross.view(width, width) - torch.outer(x, d) / rows
-    # Unlike ``cholesky``, this does not raise if rows are not finite: the loss says so later.
+    # Rows that are not finite have no factor, and no error here: the loss reports them. All others
+    # have one, since the ridge is far above the rounding errors of the Gram matrix.
     eye = torch.eye(width, dtype=sums.dtype, device=sums.device)
     factor, _ = torch.linalg.cholesky_ex(full + ridge * eye)
     inverse_trace = torch.linalg.solve_triangular(factor, eye, upper=False).square().sum()
