@@ -153,25 +153,15 @@ def one(
     print(f"{graph} {model} {shape} {source}: {row['epoch_time_s']:.4f} s, {off:+.1%}", flush=True)
 
 
-def medians() -> dict[tuple[str, str, tuple[int, ...]], dict[str, float]]:
-    """By cell the measured epoch and the predicted one by profile, seconds."""
+def times_of_cells() -> dict[tuple[str, str, tuple[int, ...]], dict[str, list[float]]]:
+    """By cell the measured epochs and the predicted ones by profile, seconds."""
     found: dict[tuple[str, str, tuple[int, ...]], dict[str, list[float]]] = {}
     for row in read_rows(DATA):
         if row["kind"] == "run":
             cell = found.setdefault((row["graph"], row["model"], tuple(row["shape"])), {})
             cell.setdefault("measured", []).append(row["epoch_time_s"])
             cell.setdefault(row["source"], []).append(row["predicted_epoch_time_s"])
-    return {k: {n: statistics.median(v) for n, v in cell.items()} for k, cell in found.items()}
-
-
-def spreads() -> list[float]:
-    """By cell, how far the longest measured epoch is over the shortest, as a share of it."""
-    found: dict[tuple[str, ...], list[float]] = {}
-    for row in read_rows(DATA):
-        if row["kind"] == "run":
-            key = (row["graph"], row["model"], str(row["shape"]))
-            found.setdefault(key, []).append(row["epoch_time_s"])
-    return [max(times) / min(times) - 1 for times in found.values()]
+    return found
 
 
 def ordered(cells: dict[Any, dict[str, float]], source: str) -> tuple[int, int]:
@@ -189,9 +179,10 @@ def ordered(cells: dict[Any, dict[str, float]], source: str) -> tuple[int, int]:
 
 
 def report() -> None:
-    cells = medians()
-    if not cells:
+    times = times_of_cells()
+    if not times:
         raise SystemExit(f"{DATA}: nothing measured yet; python scripts/predicted_speed.py run")
+    cells = {k: {n: statistics.median(v) for n, v in cell.items()} for k, cell in times.items()}
     dates = sorted(row["date"] for row in read_rows(DATA))
     versions = sorted({row["commit"] for row in read_rows(DATA)})
     lines = [
@@ -229,11 +220,10 @@ def report() -> None:
                 f"{max(off[source]):.1%}, of {len(off[source])} cells; of {count} pairs of shapes "
                 f"that differ by over {APART:.0%}, {right} are ordered rightly."
             )
-    spread = spreads()
+    spread = [max(cell["measured"]) / min(cell["measured"]) - 1 for cell in times.values()]
     lines.append(
         f"- of the measured epochs of a cell, the longest is {statistics.median(spread):.0%} over "
-        f"the shortest on the median of the cells, {max(spread):.0%} at most; no prediction can be "
-        "nearer than the machine is to itself."
+        f"the shortest on the median of the cells, {max(spread):.0%} at most."
     )
     text = "\n".join(lines) + "\n"
     (FOLDER / "predicted.md").write_text(text, encoding="utf-8")
