@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate
 
-from gnnpipe.plan.late_steps import late_steps
+from gnnpipe.plan.op_steps import op_steps
 from gnnpipe.plan.plan import Plan
 from gnnpipe.plan.row_ways import RowWay
 
@@ -238,17 +238,16 @@ class ModelGraph:
         """Return the step in which each of a stage's ``ops`` ends.
 
         The number of the step is the length of the longest chain of aggregations up to the op, or
-        more for an op that is read later (``late_steps``). An aggregation pushes its rows in the
+        more for an op that is read later (``op_steps``). An aggregation pushes its rows in the
         step before.
         """
-        reached: dict[int, int] = {}
-        for i in ops:
-            depth = 0
-            for source in self.reads[i]:
-                depth = max(depth, reached.get(source, 0))
-            reached[i] = depth + self.ops[i].aggregates
-        found = late_steps(
-            reached, self.readers.__getitem__, lambda i: self.ops[i].aggregates, self._may_wait
+        found = op_steps(
+            ops,
+            self.reads.__getitem__,
+            self.readers.__getitem__,
+            lambda i: self.ops[i].aggregates,
+            self._is_row_wise,
+            lambda i: sum(self.ops[i].outputs.values()),
         )
         return list(found.values())
 
@@ -261,16 +260,9 @@ class ModelGraph:
                 found[source].append(i)
         return tuple(map(tuple, found))
 
-    def _may_wait(self, i: int) -> bool:
-        """Whether an op may run later than it could (``late_steps``)."""
-        op, sources = self.ops[i], self.reads[i]
-        # Without a source the op reads features, or what is aggregated of them.
-        if op.aggregates or op.reads_features or op.is_one_row or len(sources) != 1:
-            return False
-        row_wise = (r for r in self.readers[sources[0]] if not self.ops[r].aggregates)
-        is_shared = len(list(islice(row_wise, 2))) > 1
-        width = sum(self.ops[sources[0]].outputs.values())
-        return is_shared and sum(op.outputs.values()) >= width
+    def _is_row_wise(self, i: int) -> bool:
+        op = self.ops[i]
+        return not (op.aggregates or op.reads_features or op.is_one_row)
 
     def num_steps(self, ops: Sequence[int]) -> int:
         """Return the number of steps of a stage: its longest chain of aggregations plus 1."""

@@ -10,7 +10,6 @@ import copy
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import filterfalse, islice
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ from gnnpipe.capture.stage.step_calls import (
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.models.rows import Rows, Values
 from gnnpipe.models.stage_module import Aggregation, MeanOfRows, Received, StageModule
-from gnnpipe.plan import late_steps
+from gnnpipe.plan import op_steps
 
 
 class Cut:
@@ -88,24 +87,19 @@ class Cut:
 
     def _steps(self) -> dict[fx.Node, int]:
         """The step in which each op runs, as in ``ModelGraph.depths``."""
-        recording, earliest = self.recording, dict[fx.Node, int]()
-        for op in self.ops:
-            reached = max((earliest.get(s, 0) for s in recording.inputs(op)), default=0)
-            earliest[op] = reached + recording.aggregates(op)
-        return late_steps(
-            earliest, recording.readers.__getitem__, recording.aggregates, self._may_wait
-        )
+        recording = self.recording
 
-    def _may_wait(self, op: fx.Node) -> bool:
-        """Whether an op may run later than it could, as in ``ModelGraph.depths``."""
-        recording, sources = self.recording, self.recording.inputs(op)
-        if recording.aggregates(op) or recording.reads_features(op) or is_mean(op):
-            return False
-        if len(sources) != 1:
-            return False
-        row_wise = filterfalse(recording.aggregates, recording.readers[sources[0]])
-        is_shared = len(list(islice(row_wise, 2))) > 1
-        return is_shared and recording.facts[op].width >= recording.facts[sources[0]].width
+        def is_row_wise(op: fx.Node) -> bool:
+            return not (recording.aggregates(op) or recording.reads_features(op) or is_mean(op))
+
+        return op_steps(
+            self.ops,
+            recording.inputs,
+            recording.readers.__getitem__,
+            recording.aggregates,
+            is_row_wise,
+            lambda op: recording.facts[op].width,
+        )
 
     def pushed(self, op: fx.Node) -> list[fx.Node]:
         """Values whose rows an aggregation pushes; of a sum, the chunk's part of it."""
