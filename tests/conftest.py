@@ -6,6 +6,7 @@ Without a GPU, kernels in Triton are run by its interpreter.
 import functools
 import inspect
 import os
+from collections import Counter
 from types import CodeType
 
 import pytest
@@ -20,12 +21,18 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items):
-    """Mark as slow every test that starts several processes, directly or through a fixture."""
+    """Mark as slow the tests of several processes, and most cases of tests that are sampled."""
+    cases = Counter()
     for item in items:
         fixtures = getattr(item, "_fixtureinfo", None)
         known = fixtures.name2fixturedefs.values() if fixtures else ()
         functions = [getattr(item, "function", None), *(f.func for found in known for f in found)]
-        if any(starts_ranks(function) for function in functions):
+        test = item.nodeid.partition("[")[0]
+        sampled = item.get_closest_marker("sampled")
+        is_left_out = sampled is not None and cases[test] % sampled.args[0] > 0
+        cases[test] += 1
+        # Directly or through a fixture.
+        if is_left_out or any(starts_ranks(function) for function in functions):
             item.add_marker(pytest.mark.slow)
 
 

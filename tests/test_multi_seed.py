@@ -85,6 +85,7 @@ def test_several_seeds(shape, tmp_path):
         fit_seeds(config(), 0)
 
 
+@pytest.mark.slow
 def test_undefined_scores_do_not_end_several_seeds(tmp_path):
     graph = replace(small_graph(), val_mask=np.zeros(60, bool))
     folder = tmp_path / "seeds"

@@ -94,6 +94,7 @@ def test_a_handler_for_warnings_alone_leaves_lines_to_be_printed(capsys, configu
     assert found.err == ""
 
 
+@pytest.mark.slow
 def test_the_lines_of_seeds(capsys, configured, tmp_path):
     configured(logging.FileHandler(tmp_path / "log"))
     fit_seeds(quick_config(epochs=1), 2, small_graph())

@@ -416,6 +416,7 @@ def plain_with_drawn_edges(kind, graph, epochs):
     return losses, model.eval()(data.x.double(), data.edge_index)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("kind", RANDOM, ids=lambda kind: kind.__name__)
 def test_random_edges_equal_plain_pyg(kind, chunks, graph):
@@ -484,6 +485,7 @@ def test_random_edges_do_not_depend_on_the_shape(staleness, graph):
 FOLLOWED = [kind for kind in (*RANDOM, DropInEvaluation) if kind is not DropWeights]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", FOLLOWED, ids=lambda kind: kind.__name__)
 def test_verify_follows_random_edges(kind, graph):
     for chunks in (1, 4):

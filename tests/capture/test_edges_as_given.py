@@ -138,6 +138,7 @@ def check(model, data, arguments, chunks, monkeypatch):
     assert [row.loss for row in result.history] == pytest.approx(truth, rel=1e-9)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("name", [*CONVS, "gcnii", "appnp"])
 def test_loops_and_parallel_edges(name, chunks, monkeypatch):
@@ -145,6 +146,7 @@ def test_loops_and_parallel_edges(name, chunks, monkeypatch):
     check(made(name), data, (data.x.double(), data.edge_index), chunks, monkeypatch)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("name", [*WEIGHTED, "gcnii", "appnp"])
 def test_weights(name, chunks, monkeypatch):
@@ -200,6 +202,7 @@ def test_every_shape_equals_one_autograd_graph(shapes):
         assert_all_within(found)
 
 
+@pytest.mark.slow
 def test_built_in_models_see_the_same(monkeypatch):
     """GCN: the graph's own self-loops are replaced, as in PyG's GCNConv; parallel edges count."""
     from gnnpipe.runtime.comm.mesh import Mesh

@@ -136,6 +136,7 @@ CHUNKED = ("gcnii", "residual sage", "batch norm", "frozen batch norm")
 CHUNKS = [{"chunks": 4}, {"chunks": 3, "recompute": True}]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:model. Net normalises over all vertices")
 @pytest.mark.parametrize(
     ("name", "settings"),

@@ -93,6 +93,7 @@ def largest_difference(shapes, names, **settings):
     return differences_of_shapes(shapes, names, EPOCHS, parts_of, **settings)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
 @pytest.mark.parametrize("name", hetero_models.MODELS)
 def test_chunks_on_one_process(name):

@@ -267,6 +267,7 @@ def plain_losses(kind, graph, epochs):
     return losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 def test_equals_plain_pyg(kind, chunks):

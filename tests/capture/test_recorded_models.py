@@ -55,6 +55,7 @@ def test_equals_plain_pyg_step_by_step(name, monkeypatch):
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
 @pytest.mark.parametrize("staleness", ["auto", "exact"])
 @pytest.mark.parametrize("name", pyg_models.MODELS)

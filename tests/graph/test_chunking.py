@@ -293,6 +293,7 @@ def test_eight_shards_read_about_as_many_rows_as_in_the_paper(name, low, high):
     assert quality.cell_balance < 1.1
 
 
+@pytest.mark.slow
 def test_a_graph_with_a_heavy_hub_is_balanced():
     graph = shared_graph("debian_deps")
     quality = cut_quality(graph, make(graph, 32, 4))

@@ -56,6 +56,7 @@ def test_a_profile_of_three_layers_knows_the_ops_of_more(name, features):
     assert kinds(3) == kinds(4) == kinds(6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted(MODELS))
 @pytest.mark.parametrize("layers", [1, 2, 5])
 def test_the_same_module_passed_in_trains_alike(name, layers):

@@ -51,6 +51,7 @@ def counted(monkeypatch):
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -241,6 +241,7 @@ def losses(**settings):
     return [row.loss for row in result.history] + [result.test_acc]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "settings", [{}, {"chunks": 3}, slow({"recompute": True}), slow({"kernel": "triton"})]
 )

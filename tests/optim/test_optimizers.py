@@ -232,6 +232,7 @@ def test_ranks_step_the_groups_of_their_stage(name, shape):
         assert found == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_resumed_run_is_the_same_to_the_bit(name, tmp_path):
     parts = {"optimizer": CHOICES[name], "scheduler": SCHEDULERS["cosine"]}

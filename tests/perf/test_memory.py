@@ -102,6 +102,7 @@ def said_numbers(prepared):
     return said
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("is_few", [False, True])
 @pytest.mark.parametrize("chunks", [1, 5])
 @pytest.mark.parametrize("recompute", [False, True])
@@ -314,6 +315,7 @@ NETS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("chunks", [1, 5])
 @pytest.mark.parametrize("name", list(NETS))

@@ -71,6 +71,7 @@ def kept_at_once(model, schedule, monkeypatch):
     return most[0], tables, estimate
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn"])
 def test_one_chunk_of_all_is_kept_and_estimated(model, monkeypatch):
     whole, tables, of_whole = kept_at_once(model, "fill-drain", monkeypatch)
@@ -102,6 +103,7 @@ def test_four_stages_take_half_of_a_pipeline_that_fills_and_drains():
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["stash", "predict", "spectrain", "xpipe"])
 def test_versions_of_the_weights_are_counted(policy):
     plain, counted = estimates("async", weights="latest"), estimates("async", weights=policy)

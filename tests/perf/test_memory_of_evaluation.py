@@ -96,6 +96,7 @@ class Normed(nn.Module):
         return self.leave(x)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.filterwarnings("ignore:.*normalises over all vertices")
 @pytest.mark.parametrize("comm_dtype", ["same", "bf16"])
 @pytest.mark.parametrize("chunks", [1, 5])

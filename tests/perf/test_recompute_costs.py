@@ -71,6 +71,7 @@ def predicted(every, chunks=1):
     return simulate(config, hardware="h100:10gbe", shape=shape).predicted_epoch_time_s
 
 
+@pytest.mark.slow
 def test_the_simulator_counts_the_further_passes():
     step_by_step, once, twice = predicted(1), predicted(5), predicted(2)
     assert 1.2 * step_by_step < once < twice

@@ -56,6 +56,7 @@ def dags(draw, model, chunks):
     return StageDag.of(Plan(tuple(stages), chunks, "fill-drain", ways=ways), model)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(list(MODELS)),

@@ -28,6 +28,7 @@ CLUSTERS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("model", ["gcn", "gcnii"])
 @pytest.mark.parametrize("degree", [4, 200])

@@ -26,6 +26,7 @@ SLOW = pytest.mark.slow
 """The gate leaves these cases out."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cluster", [EIGHT, UNLIKE])
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize(
@@ -84,6 +85,7 @@ def test_the_closed_form_knows_the_ways_of_a_given_plan():
     assert candidate.closed_form_s < partly.closed_form_s < by_halo.closed_form_s
 
 
+@pytest.mark.slow
 def test_the_result_says_what_halo_exchanges_and_equal_shares_would_cost():
     space = space_of(UNLIKE, DENSE, hidden=128)
     found = find_plan(replace(space, max_stale_chunks=1))

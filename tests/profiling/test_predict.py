@@ -126,6 +126,7 @@ def own_blocks():
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gcn", "gat", "own model", "own blocks"])
 def test_nothing_of_it_waits_for_the_cycle_collector(name):
     """Its tables and rows would stand beside those of the run: half as much memory again."""

@@ -42,6 +42,7 @@ def result(folder, seed):
     return json.loads((folder / f"seed-{seed}" / "result.json").read_text())
 
 
+@pytest.mark.slow
 def test_seeds_side_by_side(folders, capsys):
     exact, stale = folders
     assert main(["compare", str(exact), str(stale)]) == 0

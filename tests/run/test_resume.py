@@ -67,6 +67,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:model. .* normalises over all vertices")
 @pytest.mark.filterwarnings("ignore:--matmul-dtype bf16. no faster")
 @pytest.mark.parametrize("name", [*CASES, "batch norm"])
@@ -179,6 +180,7 @@ def checkpointed(tmp_path_factory):
     return out
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", [0.0, 0.3, 0.999, "flipped", "gone"])
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "rank-0.safetensors"])
 def test_a_torn_checkpoint_is_passed_over(name, how, checkpointed, tmp_path, capsys):

@@ -52,6 +52,7 @@ def test_a_foreign_checkpoint_in_the_folder_is_passed_over(tmp_path, capsys):
     assert f"resuming from {newest}" in said
 
 
+@pytest.mark.slow
 def test_torchrun_again_does_not_take_over_a_foreign_run(tmp_path, monkeypatch):
     out = tmp_path / "run"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
@@ -98,6 +99,7 @@ def test_a_new_folder_under_restarts_goes_on_with_itself(tmp_path, monkeypatch):
     assert len(table(new)) == EPOCHS
 
 
+@pytest.mark.slow
 def test_a_damaged_newer_checkpoint_does_not_count(tmp_path, monkeypatch):
     out = tmp_path / "run"
     Trainer(config(out, epochs=8, checkpoint_every=4), small_graph()).fit()
@@ -160,6 +162,7 @@ FORGED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORGED)
 def test_a_forged_state_is_one_line(name, tmp_path):
     import hashlib

@@ -116,6 +116,7 @@ print(json.dumps([before, within, places()]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(usable_cores()) < 2, reason="one core")
 def test_threads_bound_by_openmp_stay_so():
     run = subprocess.run(

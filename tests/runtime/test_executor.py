@@ -37,6 +37,7 @@ def test_gradients_of_a_skipped_step_are_dropped(chunks, monkeypatch):
     assert losses[5] < losses[3], "the weights change again"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_an_evaluation_that_fails_leaves_nothing(chunks, monkeypatch):
     """Its tables are freed, and the numbers after it are those of a run without it."""

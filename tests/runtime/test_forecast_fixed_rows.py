@@ -93,6 +93,7 @@ def losses(name, **settings):
     return [row.loss for row in trainer.fit().history]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_forecast_of_fixed_rows_changes_nothing(name, monkeypatch):
     """With all vertices as probes, so that both runs have the same ones."""

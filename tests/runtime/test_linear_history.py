@@ -65,6 +65,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("model", ["gcn", "sage", "gcnii", "resgcn"])
 def test_same_bits_as_with_two_tables(model, settings, monkeypatch):

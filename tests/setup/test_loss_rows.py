@@ -96,6 +96,7 @@ def trained(name, graph, epochs=3, **settings):
     return losses, weights, evaluate(rank_runtime, mesh), prepared, rank_runtime
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "settings",
     [

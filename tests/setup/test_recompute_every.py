@@ -67,6 +67,7 @@ def test_zero_is_settled_by_the_memory_of_the_machine(monkeypatch):
     assert prepared_with(0, recompute=True).config.recompute_every == 5
 
 
+@pytest.mark.slow
 def test_zero_warns_if_no_number_fits(monkeypatch):
     sizes = {n: total(with_every(prepared_with(), n)) for n in (1, 2, 4, 5, 8, 16)}
     least = min(sizes, key=sizes.get)

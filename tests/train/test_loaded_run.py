@@ -163,6 +163,7 @@ def unlabelled():
     return Graph.from_pyg(data)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", sorted(MODELS))
 @pytest.mark.parametrize("layers", [1, 3])
 def test_the_run_knows_the_number_of_classes(tmp_path, model, layers):

@@ -56,6 +56,7 @@ def weights_of(out):
     return {k: v.numpy().tobytes() for k, v in torch.load(Path(out) / "model.pt").items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:model. .* runs as it is")
 @pytest.mark.parametrize("name", CASES)
 def test_three_and_three_are_six(name, tmp_path):
