@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
 from gnnpipe.config import TrainConfig
@@ -121,14 +122,21 @@ class LearningRate:
 
         The validation metric is taken not to change them; between two evaluations it cannot.
         """
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self._groups]
+        groups = [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in g.items() if k != "params"}
+            for g in self._groups
+        ]
         states = [copy.deepcopy(one.state_dict()) for one in self._schedulers]
         epoch, found = self._epoch, []
         for _ in range(epochs):
             found.append([float(group["lr"]) for group in self._groups])
             self._step_unwatched(None)
         for group, before in zip(self._groups, groups, strict=True):
-            group.update(before)
+            for name, value in before.items():
+                if isinstance(value, Tensor):  # the scheduler fills it in place
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
         for scheduler, state in zip(self._schedulers, states, strict=True):
             scheduler.load_state_dict(state)
         self._epoch = epoch

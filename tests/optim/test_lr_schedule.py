@@ -97,6 +97,18 @@ def test_coming_rates_are_those_that_come_and_asking_changes_nothing(schedule, p
     assert walked(*asked, 9) == expected[past:]
 
 
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_rate_that_is_a_tensor_is_not_changed_by_asking(schedule):
+    rate = torch.tensor(0.4)
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    learning_rate = LearningRate(optimizer, quick_config(lr=0.4, epochs=8, lr_schedule=schedule))
+    held = optimizer.param_groups[0]["lr"]
+    first, second = learning_rate.coming(6), learning_rate.coming(6)
+    assert first == second
+    assert float(held) == first[0][0] == pytest.approx(0.4)
+    assert optimizer.param_groups[0]["lr"] is held
+
+
 def with_steps(steps, factory=None, **settings):
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.4, 0.1)]
     optimizer = torch.optim.SGD(groups)
