@@ -1,16 +1,17 @@
-r"""Weights that a stage computes with in an asynchronous program.
+r"""Weight policies: the weights of forward and backward in an asynchronous program.
 
 Between forward and backward of a chunk, its stage makes g optimizer steps: the version gap, derived
-by ``schedule.check``. W_v are the weights after v steps; forward comes after v of them.
+by ``schedule.check``. W_v are the weights after v steps; forward comes after v of them. P(W, n) is
+the prediction, made from W, of the weights n steps later.
 
 | policy    | forward          | backward       | versions held |
 | --------- | ---------------- | -------------- | ------------- |
 | latest    | W_v              | W_v+g          | 1             |
 | stash     | W_v              | W_v            | g + 1         |
 | 2bw       | W_v+g-1          | W_v+g-1        | 3             |
-| predict   | W_v, g ahead     | W_v+g          | 2             |
-| xpipe     | W_v, g ahead     | W_v+g          | 3             |
-| spectrain | W_v, g + h ahead | W_v+g, h ahead | 2             |
+| predict   | P(W_v, g)        | W_v+g          | 2             |
+| xpipe     | P(W_v, g)        | W_v+g          | 3             |
+| spectrain | P(W_v, g + h)    | P(W_v+g, h)    | 2             |
 
 - latest corrects nothing: forward and backward use different weights.
 - stash is PipeDream's weight stashing (arXiv 1806.03377): consistent, but old.
@@ -34,12 +35,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gnnpipe.errors import InputError
 from gnnpipe.optim.predicted_step import Rates, StepPrediction
 from gnnpipe.registry import Registry
 
@@ -64,13 +65,27 @@ class Latest:
     context the parameters may hold other weights; when it ends, the same bits as before.
     """
 
+    predicts_steps: ClassVar[bool] = False
+    """Whether the policy predicts optimizer steps, by the rule of the optimizer."""
+    keeps_forward_weights: ClassVar[bool] = False
+    """Whether backward of a chunk has the weights of its forward."""
+
+    @staticmethod
+    def copies_held(gap: int) -> int:
+        """Return the most copies of the weights that are held beside the parameters.
+
+        One is that of the real weights while the parameters hold others. ``gap``: the largest
+        version gap of the stage.
+        """
+        return 0
+
     def __init__(self, steps: StageSteps) -> None:
         self._gaps = steps.gaps
         self._weights: list[Tensor] = [
             weight for group in steps.optimizer.param_groups for weight in group["params"]
         ]
         self._version = 0
-        """Number of steps since the last flush."""
+        """Number of steps of the program since the last flush."""
         self._counters: tuple[int, ...] = ()
         """Autograd's counts of the changes of the weights, at the last pass."""
         self._spare: list[list[Tensor]] = []
@@ -99,6 +114,10 @@ class Latest:
         self._version += 1
         if self._counters:
             torch._C._autograd._unsafe_set_version_counter(tuple(self._weights), self._counters)
+
+    def skipped(self) -> None:
+        """Note a step of the program that did not change the weights. Version gaps count it."""
+        self._version += 1
 
     def flush(self) -> None:
         """Forget all versions but the current one: no chunk is between forward and backward."""
@@ -145,6 +164,13 @@ class Latest:
 class Stash(Latest):
     """PipeDream's weight stashing: backward with the weights of the chunk's forward."""
 
+    keeps_forward_weights = True
+
+    @staticmethod
+    def copies_held(gap: int) -> int:
+        """Return the most copies of the weights that are held beside the parameters."""
+        return gap + 2 if gap else 0
+
     def __init__(self, steps: StageSteps) -> None:
         super().__init__(steps)
         self._stashed: dict[int, list[Tensor]] = {}
@@ -177,16 +203,20 @@ class Stash(Latest):
 
 
 class DoubleBuffered(Latest):
-    """PipeDream-2BW: forward and backward with the weights of one step before the last."""
+    """PipeDream-2BW: forward and backward with the weights of one step before the last.
+
+    The version gaps are at most 1 (checked by ``setup.by_chunk``).
+    """
+
+    keeps_forward_weights = True
+
+    @staticmethod
+    def copies_held(gap: int) -> int:
+        """Return the most copies of the weights that are held beside the parameters."""
+        return 2
 
     def __init__(self, steps: StageSteps) -> None:
         super().__init__(steps)
-        if max(steps.gaps, default=0) > 1:
-            raise InputError(
-                f"2bw: this program makes {max(steps.gaps)} optimizer steps between forward and "
-                "backward of a chunk, not 1; step after more chunks at once, at least as many as "
-                "there are stages, or try the policy stash"
-            )
         self._newest: list[Tensor] | None = None
         self._previous: list[Tensor] | None = None
 
@@ -199,6 +229,14 @@ class DoubleBuffered(Latest):
     def stepped(self) -> None:
         """Note an optimizer step."""
         super().stepped()
+        self._advance()
+
+    def skipped(self) -> None:
+        """Note a step that did not change the weights: two versions are equal."""
+        super().skipped()
+        self._advance()
+
+    def _advance(self) -> None:
         if self._previous is not None:
             self._spare.append(self._previous)
         self._previous, self._newest = self._newest, self._copies()
@@ -226,6 +264,13 @@ class DoubleBuffered(Latest):
 class Predict(Latest):
     """PipeOptim: forward with the weights that are predicted for backward."""
 
+    predicts_steps = True
+
+    @staticmethod
+    def copies_held(gap: int) -> int:
+        """Return the most copies of the weights that are held beside the parameters."""
+        return 1 if gap else 0
+
     def __init__(self, steps: StageSteps) -> None:
         super().__init__(steps)
         self._prediction = StepPrediction(steps.optimizer, steps.rates)
@@ -251,6 +296,11 @@ class Predict(Latest):
 class SpecTrain(Predict):
     """SpecTrain: forward and backward with weights predicted for the same later step."""
 
+    @staticmethod
+    def copies_held(gap: int) -> int:
+        """Return the most copies of the weights that are held beside the parameters."""
+        return 1
+
     def __init__(self, steps: StageSteps) -> None:
         super().__init__(steps)
         self._further = steps.depth // 2
@@ -264,6 +314,11 @@ class SpecTrain(Predict):
 
 class XPipe(Predict):
     """Like XPipe: the first chunk of a step predicts the weights for all chunks of the step."""
+
+    @staticmethod
+    def copies_held(gap: int) -> int:
+        """Return the most copies of the weights that are held beside the parameters."""
+        return 2 if gap else 0
 
     def __init__(self, steps: StageSteps) -> None:
         super().__init__(steps)
@@ -294,7 +349,7 @@ class XPipe(Predict):
         self._target, self._guess = -1, None
 
 
-WEIGHT_POLICIES: Registry[Callable[[StageSteps], Latest]] = Registry("weight policy")
+WEIGHT_POLICIES: Registry[type[Latest]] = Registry("weight policy")
 """Weight policies by the name in a flag."""
 
 WEIGHT_POLICIES.add("latest", Latest)
@@ -303,17 +358,3 @@ WEIGHT_POLICIES.add("2bw", DoubleBuffered)
 WEIGHT_POLICIES.add("predict", Predict)
 WEIGHT_POLICIES.add("spectrain", SpecTrain)
 WEIGHT_POLICIES.add("xpipe", XPipe)
-
-PREDICTING = frozenset({"predict", "spectrain", "xpipe"})
-"""Policies that predict optimizer steps, by the rule of the optimizer."""
-
-
-def copies_held(policy: str, gap: int) -> int:
-    """Return the most copies of the weights that a policy holds beside the parameters.
-
-    One is that of the real weights while the parameters hold others. ``gap``: the largest version
-    gap of the stage.
-    """
-    has_gap = gap > 0
-    found = {"latest": 0, "stash": (gap + 2) * has_gap, "2bw": 2, "spectrain": 1}
-    return (found | {"predict": 1 * has_gap, "xpipe": 2 * has_gap})[policy]

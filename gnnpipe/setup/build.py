@@ -30,7 +30,7 @@ from gnnpipe.ops.spmm import Kernel, default_kernel, kernel_named, time_kernels
 from gnnpipe.optim.flat_step import FlatStep, can_be_flat
 from gnnpipe.optim.optimizers import make_optimizer
 from gnnpipe.optim.predicted_step import StepRates, check_predictable
-from gnnpipe.optim.weight_policies import PREDICTING, WEIGHT_POLICIES, StageSteps
+from gnnpipe.optim.weight_policies import WEIGHT_POLICIES, StageSteps
 from gnnpipe.plan import RowWay, gradient_steps
 from gnnpipe.runtime.comm.column_exchange import ColumnExchange
 from gnnpipe.runtime.comm.halo_exchange import GradientSum, HaloExchange
@@ -268,7 +268,7 @@ class _RankBuilder:
     def _make_weight_update(self) -> WeightUpdate:
         prepared, mesh, config = self._prepared, self._mesh, self._prepared.config
         named = dict(self._stage_module.named_parameters())
-        # A fused step of Adam takes 0.24 ms in place of 7.2, which counts if there are many.
+        # Steps of single weights would take as long as the chunks, if there are many steps.
         is_fused = mesh.device.type == "cuda" or prepared.program.steps_by_chunk
         # Plans with few and with many steps are compared by one measurement.
         is_fused = is_fused or config.plans_for_target
@@ -291,14 +291,14 @@ class _RankBuilder:
         update = WeightUpdate(GradientSum(trained, mesh), clip, optimizer, flat=flat)
         if not program.largest_gap:
             return update
-        if name in PREDICTING:
+        policy, depth = WEIGHT_POLICIES[name], prepared.dag.depths[mesh.stage] - 1
+        if policy.predicts_steps:
             check_predictable(type(optimizer), f"--weights {name}")
-        rates, depth = StepRates(optimizer.param_groups), prepared.dag.depths[mesh.stage] - 1
+            self.rates = StepRates(optimizer.param_groups)
+            update = replace(update, count_step=self.rates.count_step)
         stepped = optimizer if flat is None else flat.optimizer
-        asynchronous = StageSteps(stepped, program.version_gaps[mesh.stage], rates, depth)
-        self.rates = rates
-        policy = WEIGHT_POLICIES[name](asynchronous)
-        return replace(update, policy=policy, count_step=rates.count_step)
+        asynchronous = StageSteps(stepped, program.version_gaps[mesh.stage], self.rates, depth)
+        return replace(update, policy=policy(asynchronous))
 
     def _can_use_cuda_graph(self) -> bool:
         """Whether every epoch launches the same kernels on a single GPU."""

@@ -13,14 +13,12 @@ from gnnpipe.errors import InputError
 from gnnpipe.models import Model
 from gnnpipe.optim.optimizers import OptimizerChoice
 from gnnpipe.optim.predicted_step import check_predictable
+from gnnpipe.optim.weight_policies import WEIGHT_POLICIES
 from gnnpipe.plan import Plan, StageDag
 from gnnpipe.planner.candidate import MAX_CHUNKS
 from gnnpipe.schedule import SCHEDULES, CheckedProgram, training_program
 from gnnpipe.setup.inputs import edges_are_random
 from gnnpipe.setup.prepared import MOST_EPOCHS, epochs_to_flush
-
-_SAME_WEIGHTS = frozenset({"stash", "2bw"})
-"""Policies whose backward has the weights of forward."""
 
 
 def partitioner_of(config: TrainConfig, plan: Plan) -> str:
@@ -80,12 +78,13 @@ def program_by_chunk(
     if config.weights == "2bw" and found.largest_gap > 1:
         raise InputError(
             f"--weights 2bw: a stage makes up to {found.largest_gap} optimizer steps between "
-            "forward and backward of a chunk, not 1; try --steps-every of at least the number of "
-            "--stages, or --weights stash"
+            "forward and backward of a chunk, not 1; try --steps-every of at least "
+            f"{found.most_in_flight - 1}, or --weights stash"
         )
     recomputing = (config.recompute or stage.recompute for stage in plan.stages)
     gaps = (max(gaps) for gaps in found.version_gaps)
-    if config.weights not in _SAME_WEIGHTS and any(map(all, zip(recomputing, gaps, strict=True))):
+    is_same = WEIGHT_POLICIES[config.weights].keeps_forward_weights
+    if not is_same and any(map(all, zip(recomputing, gaps, strict=True))):
         raise InputError(
             f"--recompute: with --schedule {plan.schedule} --weights {config.weights}, backward "
             "would compute forward again with other weights; leave it out, or try --weights stash"

@@ -21,7 +21,7 @@ from gnnpipe.graph.partition import METIS_BASED
 from gnnpipe.graph.quality import copied_rows, crossing_degrees
 from gnnpipe.machine import memory_bytes
 from gnnpipe.ops.hashed_dropout import GROUP_BYTES
-from gnnpipe.optim.weight_policies import copies_held
+from gnnpipe.optim.weight_policies import WEIGHT_POLICIES
 from gnnpipe.output import human_bytes
 from gnnpipe.perf import MemoryEstimate, MemorySettings, ShardSizes, estimate_memory
 from gnnpipe.runtime.comm.launch import launched_local_rank
@@ -219,7 +219,8 @@ def with_program(
     # Of several steps an epoch, all gradients are gathered in one tensor (``optim.flat_step``).
     gathered = int((program.consistency.optimizer_steps or 1) > 1)
     gaps = [max(gaps) if program.largest_gap else None for gaps in program.version_gaps]
-    held = (0 if gap is None else copies_held(config.weights, gap) for gap in gaps)
+    policy = WEIGHT_POLICIES[config.weights]
+    held = (0 if gap is None else policy.copies_held(gap) for gap in gaps)
     copies = tuple(gathered + number for number in held)
     return replace(settings, in_flight=program.in_flight, version_copies=copies)
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch_geometric.nn import GATConv
 
 from gnnpipe.capture.stage.step_calls import normalise
-from gnnpipe.errors import InputError
 from gnnpipe.graph.blocks import Block
 from gnnpipe.models.gat_attention import attend
 from gnnpipe.models.sparse_input_linear import FeatureTable, feature_linear
@@ -34,9 +33,12 @@ def digest(weights):
 class Pipeline:
     """A stage that makes ``gap`` steps between forward and backward, every gradient given."""
 
-    def __init__(self, name, gap, passes=9, every=1, kind=torch.optim.Adam, ahead=0):
+    def __init__(
+        self, name, gap, passes=9, every=1, kind=torch.optim.Adam, ahead=0, is_skipped=None
+    ):
         self.weights = [parameter(3, 2), parameter(4, seed=1)]
         self.optimizer = kind(self.weights, lr=0.1)
+        self.is_skipped = is_skipped or (lambda position: False)
         self.order = one_f_one_b(ahead or gap * every + 1, passes, every)
         self.policy = WEIGHT_POLICIES[name](
             StageSteps(self.optimizer, gaps_of(self.order), depth=5)
@@ -53,6 +55,10 @@ class Pipeline:
     def run(self):
         for action in self.order:
             kind, position = action
+            if kind == "step" and self.is_skipped(position):
+                self.policy.skipped()
+                self.real.append(self.now())
+                continue
             if kind == "step":
                 for w in self.weights:
                     w.grad = torch.randn(w.shape, generator=self.random)
@@ -150,9 +156,22 @@ def test_2bw_uses_the_weights_one_step_before_those_that_the_gradient_changes(ga
         assert is_same(line.seen["B", position], line.real[version]), position
 
 
-def test_2bw_refuses_programs_that_step_too_often():
-    with pytest.raises(InputError, match=r"2bw: .* 3 optimizer steps .*try the policy stash"):
-        Pipeline("2bw", 3)
+@pytest.mark.parametrize("policy", ["stash", "2bw"])
+def test_backward_has_the_weights_of_forward_behind_skipped_steps(policy):
+    assert WEIGHT_POLICIES[policy].keeps_forward_weights
+    line = Pipeline(policy, 1, passes=12, is_skipped=lambda position: position % 3 == 1).run()
+    for position in range(12):
+        assert is_same(line.seen["F", position], line.seen["B", position]), position
+
+
+def test_xpipe_predicts_anew_behind_a_skipped_step():
+    """With a step behind every chunk it is ``predict``."""
+    of = [
+        Pipeline(name, 2, passes=12, is_skipped=lambda position: position == 4).run()
+        for name in ("xpipe", "predict")
+    ]
+    assert of[0].seen.keys() == of[1].seen.keys()
+    assert all(is_same(of[0].seen[action], of[1].seen[action]) for action in of[0].seen)
 
 
 def by_adam(line, version, steps):

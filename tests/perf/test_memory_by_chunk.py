@@ -7,7 +7,7 @@ import torch
 from helpers import quick_config, small_graph
 
 from gnnpipe.ops.hashed_dropout import GROUP_BYTES, ChunkMasks
-from gnnpipe.optim.weight_policies import WEIGHT_POLICIES, StageSteps, copies_held
+from gnnpipe.optim.weight_policies import WEIGHT_POLICIES, StageSteps
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.runtime.history.base import History
@@ -107,7 +107,7 @@ def test_four_stages_take_half_of_a_pipeline_that_fills_and_drains():
 @pytest.mark.parametrize("policy", ["stash", "predict", "spectrain", "xpipe"])
 def test_versions_of_the_weights_are_counted(policy):
     plain, counted = estimates("async", weights="latest"), estimates("async", weights=policy)
-    copies = [copies_held(policy, gap) for gap in (3, 2, 1, 0)]
+    copies = [WEIGHT_POLICIES[policy].copies_held(gap) for gap in (3, 2, 1, 0)]
     for before, after, count in zip(plain, counted, copies, strict=True):
         # Weights, gradients one by one and as one tensor, and two moments.
         assert after.weights == before.weights // 5 * (5 + count)
@@ -117,8 +117,10 @@ def test_versions_of_the_weights_are_counted(policy):
 def test_policies_hold_the_copies_that_are_counted(policy):
     for gap in (0, 1) if policy == "2bw" else (0, 1, 3):
         found = most_copies(policy, gap)
-        assert found <= copies_held(policy, gap)
-        assert found == copies_held(policy, gap) or (policy in ("2bw", "spectrain") and not gap)
+        assert found <= WEIGHT_POLICIES[policy].copies_held(gap)
+        assert found == WEIGHT_POLICIES[policy].copies_held(gap) or (
+            policy in ("2bw", "spectrain") and not gap
+        )
 
 
 def most_copies(policy, gap):

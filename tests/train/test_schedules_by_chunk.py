@@ -1,6 +1,7 @@
 """Training with ``--schedule 1f1b`` and ``async``: what users see, and what is refused."""
 
 import math
+import re
 
 import pyg_models
 import pytest
@@ -194,6 +195,19 @@ def test_too_few_chunks_and_policies_that_do_not_fit_are_refused():
     with pytest.raises(InputError, match="--weights 2bw: a stage makes up to 2 optimizer steps"):
         prepared_of(stages=3, chunks=6, weights="2bw")
     assert prepared_of(stages=3, chunks=6, weights="2bw", steps_every=3).program.largest_gap == 1
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_the_number_of_chunks_that_2bw_is_refused_with_suits(ahead):
+    settings = {"stages": 3, "chunks": 24, "weights": "2bw", "passes_ahead": ahead}
+    with pytest.raises(InputError) as error:
+        prepared_of(**settings)
+    named = int(re.search(r"--steps-every of at least (\d+),", str(error.value)).group(1))
+    suits = next(n for n in (2, 3, 4, 6, 8, 12) if n >= named)
+    assert prepared_of(**settings, steps_every=suits).program.largest_gap == 1
+    if named > 2:
+        with pytest.raises(InputError):
+            prepared_of(**settings, steps_every=max(n for n in (2, 3, 4) if n < named))
 
 
 def test_recompute_is_refused_where_backward_has_other_weights_than_forward():
