@@ -53,6 +53,9 @@ class WeightPolicy(Protocol):
     def stepped(self) -> None:
         """Note an optimizer step, while the parameters still have its gradients."""
 
+    def skipped(self) -> None:
+        """Note a step of the program that did not change the weights."""
+
     def flush(self) -> None:
         """Forget all versions but the current one: no chunk is between forward and backward."""
 
@@ -143,12 +146,14 @@ class Executor:
         self.has_stepped = True
         """Whether all optimizer steps of the last program changed the weights: a step does not if
         its loss or gradients are not finite."""
-        self.faulty_chunks: list[int] = []
-        """Chunks whose loss was not finite in the last program."""
+        self.faulty_losses: list[tuple[int, int]] = []
+        """Position and chunk of each loss that was not finite in the last program."""
         self.fault_pass: int | None = None
         """Position of the first pass, or step, of the last program that was not finite here."""
         self.epoch_bytes = CommVolume(0, 0, 0, 0)
         """Bytes that this rank sent in an epoch of the last training program."""
+        self._has_stepped_in_epoch = True
+        """``has_stepped``, of the steps since the last end of an epoch."""
         self._widths_in = {t.source: t.widths for t in dag.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in dag.sends(mesh.stage)}
         self._types = {k: v for t in dag.transfers for k, v in t.types.items()}
@@ -193,7 +198,8 @@ class Executor:
             self._prepare_labels(self.label_inputs, epoch, training)
         if training:
             recorder.begin_epoch(order, program.is_exact, program.epochs)
-            self.has_stepped, self.faulty_chunks, self.fault_pass = True, [], None
+            self.has_stepped, self._has_stepped_in_epoch = True, True
+            self.faulty_losses, self.fault_pass = [], None
             self.grad_clip.faulty = []
         self.gradient_sum.forget()
         self.stage.begin(epoch, training, order, program.is_exact, program.steps_by_chunk)
@@ -216,7 +222,7 @@ class Executor:
 
     def _tell_faults(self) -> None:
         """Tell all ranks of steps that stages have skipped on their own."""
-        has_fault = float(not self.has_stepped or bool(self.faulty_chunks))
+        has_fault = float(not self.has_stepped or bool(self.faulty_losses))
         self.has_stepped = not self.mesh.sum([has_fault])[0]
 
     def _pass(self, running: _Running, epoch: int) -> None:
@@ -284,7 +290,8 @@ class Executor:
 
     def _walk(self, actions: Sequence[Action], epoch: int) -> None:
         for index, action in enumerate(actions):
-            self._at = action, epoch
+            # An asynchronous program spans several epochs.
+            self._at = action, epoch + max(action.position, 0) // self.num_chunks
             self._next = actions[index + 1] if index + 1 < len(actions) else None
             start_s = self.mesh.recorder.clock()
             try:
@@ -396,7 +403,7 @@ class Executor:
         self.p2p.send(action.kind.direction, action.position, named, pieces)
         program = self._now.program
         if program.steps_by_chunk:
-            # Later passes of the stage needed what came back for these sends.
+            # Stages have at most ``most_in_flight`` passes in flight: earlier sends have arrived.
             self.p2p.free(action.position - program.most_in_flight - 1)
         following = self._next
         if following is None or following != replace(action, peer=following.peer):
@@ -432,29 +439,32 @@ class Executor:
         losses = [(position, float(loss)) for position, loss in now.new_losses]
         now.new_losses.clear()
         faulty = [position for position, loss in losses if not math.isfinite(loss)]
-        self.faulty_chunks += [now.order[position] for position in faulty]
+        self.faulty_losses += [(position, now.order[position]) for position in faulty]
         if _steps_together(now.program):
-            steps = self.grad_clip.passes(sum(loss for _, loss in losses))
+            is_finite = self.grad_clip.clip(sum(loss for _, loss in losses))
         else:
-            steps = self.grad_clip.passes_in_stage()
-        self.has_stepped &= steps
-        if self.fault_pass is None and (faulty or not steps):
+            is_finite = self.grad_clip.clip_in_stage()
+        self.has_stepped &= is_finite
+        self._has_stepped_in_epoch &= is_finite
+        if self.fault_pass is None and (faulty or not is_finite):
             self.fault_pass = min(faulty, default=max(action.position, 0))
         if self.forecaster is not None:
             self.forecaster.remember()
         if self.optimizer is not None:
-            if steps:
+            if is_finite:
                 (self._flat or self.optimizer).step()
-                if now.policy is not None:
-                    now.policy.stepped()
+            if now.policy is not None:
+                (now.policy.stepped if is_finite else now.policy.skipped)()
             self._count_step()
-            # Also of weights that the optimizer does not step: their gradients would add up.
+            # Gradients of weights that the optimizer does not step are cleared, too; they would
+            # accumulate.
             for weight in self._weights:
                 weight.grad = None
         done = action.position + 1
         is_inner = done % self.num_chunks == 0 and 0 < done < now.program.passes
         if is_inner:
-            self.stage.end_inner_epoch(self.has_stepped)
+            self.stage.end_inner_epoch(self._has_stepped_in_epoch)
+            self._has_stepped_in_epoch = True
             if now.epoch_end is not None:
                 now.epoch_end()
 

@@ -46,7 +46,7 @@ class GradClip:
         was last emptied."""
 
     @torch.no_grad()
-    def passes(self, loss: float) -> bool:
+    def clip(self, loss: float) -> bool:
         """Clip the gradients; return ``False`` if they or the loss are not finite.
 
         ``loss``: this rank's part of the loss.
@@ -61,14 +61,14 @@ class GradClip:
         return self._finish(grads, total, whole_loss)
 
     @torch.no_grad()
-    def passes_in_stage(self) -> bool:
-        """Do the same for the gradients of this stage alone; all its shards decide alike."""
+    def clip_in_stage(self) -> bool:
+        """Clip this stage's gradients by their own norm; all shards of the stage decide alike."""
         grads = self._gradients()
         total = math.nan
         if self._gather is not None:
             # There are many steps, and a sum in float64 of many numbers takes as long as a step.
             total = float(torch.dot(grads[0], grads[0]))
-        if not math.isfinite(total):  # it may be too large for the number type of the gradients
+        if not math.isfinite(total):  # the sum may overflow the number type
             total = sum(_squares(grads))
         return self._finish(grads, total, 0.0)
 

@@ -190,14 +190,16 @@ class Stage:
         self._chunks.clear()
 
     def end_inner_epoch(self, has_stepped: bool) -> None:
-        """Update running statistics after the last step of an epoch that others follow undrained.
+        """Update running statistics at the end of an epoch that no flush ends.
 
-        The means are over the newest rows, some of which may be of the next epoch already.
+        The means are over the newest rows, some of which may be of the next epoch already, and then
+        of a chunk whose loss is not known yet. Means that are not finite change no statistics.
         """
         if has_stepped:
             for name, history in self.histories.items():
                 self._keep_mean(name, history)
-            self.stage_module.observe(self._means)
+            if all(bool(mean.value.isfinite().all()) for mean in self._means.values()):
+                self.stage_module.observe(self._means)
         self._means.clear()
 
     def abandon(self) -> None:

@@ -67,19 +67,20 @@ def find_fault(
         where = f", op {', '.join(names[step])}" if names else ""
         mine = first, f"stage {first[0]}{where}, chunk {first[2]}"
     executor = rank_runtime.executor
-    everyone = mesh.gather((mine, executor.grad_clip.faulty, executor.faulty_chunks))
+    everyone = mesh.gather((mine, executor.grad_clip.faulty, executor.faulty_losses))
     passes = [one for one in mesh.gather(executor.fault_pass) if one is not None]
     later = min(passes, default=0) // executor.num_chunks
     loss = losses[later]
     rows = [place for place, _, _ in everyone if place is not None]
     grads = [(rank, name) for rank, (_, names, _) in enumerate(everyone) for name in names]
-    chunks = [chunk for _, _, found in everyone for chunk in found]
+    faulty_losses = [loss for _, _, found in everyone for loss in found]
     what = f"the loss is {loss}" if not math.isfinite(loss) else "gradients are NaN or infinite"
     where = ""
     if rows:
         where = f", first in {min(rows)[1]}"
-    elif chunks and not math.isfinite(loss):
-        where = f", first in the loss of chunk {chunks[0]}"
+    elif faulty_losses and not math.isfinite(loss):
+        _, chunk = min(faulty_losses)
+        where = f", first in the loss of chunk {chunk}"
     elif grads:
         # Backward starts at the last weights.
         rank, name = grads[-1]

@@ -387,8 +387,8 @@ class Loop:
         if config.on_nan == "skip":
             for history in self.rank_runtime.executor.stage.histories.values():
                 history.forget_faults()
-            spans = self.prepared.spans_epochs
-            skipped = "steps that are not finite are skipped" if spans else "its step is skipped"
+            has_many = self._steps_per_epoch > 1
+            skipped = "steps that are not finite are skipped" if has_many else "its step is skipped"
             self.progress.say(f"{where}; {skipped}")
             return False
         if config.on_nan == "restore" and self.path is not None:

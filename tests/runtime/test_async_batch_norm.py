@@ -5,13 +5,14 @@ and of other chunks the newest sums as constants. The variance is the mean of th
 differences from the mean that each chunk read.
 """
 
+import math
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from async_reference import RefStage
-from helpers import pyg_data, quick_config, run_ranks, small_graph
+from helpers import pyg_data, quick_config, run_ranks, small_graph, struck_rows
 from test_async_on_ranks import CHUNKS, EPOCHS, EVERY, LR, WIDTH, loss_of, reference_of
 from torch import nn
 from torch_geometric import nn as pyg
@@ -127,3 +128,30 @@ def test_statistics_are_of_the_newest_rows_and_evaluation_takes_the_running_ones
     assert max(largest for largest, _ in found) < 1e-9
     warned = [any("normalises over all vertices" in text for text in told) for _, told in found]
     assert warned == [rank == 0 for rank in range(stages * shards)]
+
+
+def statistics_are_finite():
+    """Whether running statistics stay finite if all rows of epoch 2 are NaN in training.
+
+    Stage 0 passes the first chunks of epoch 2 forward before its last step of epoch 1.
+    """
+    mesh = Mesh.join(2, 1)
+    run = quick_config(
+        epochs=EPOCHS, eval_every=EVERY, lr=LR, stages=2, chunks=CHUNKS, schedule="async",
+        on_nan="skip",
+    )  # fmt: skip
+    trainer = Trainer(run, small_graph(40, directed=True, sparse=True), Normed(), world=mesh)
+    with warnings.catch_warnings(), struck_rows(lambda _, rows: rows.training and rows.epoch == 1):
+        warnings.simplefilter("ignore")
+        losses = [row.loss for row in trainer.fit().history]
+    state = trainer.model.state_dict()
+    counts = {int(state[f"{norm}.num_batches_tracked"]) for norm in ("norm", "other")}
+    return losses, counts, all(bool(value.isfinite().all()) for value in state.values())
+
+
+@pytest.mark.slow
+def test_rows_that_are_not_finite_do_not_enter_running_statistics():
+    for losses, counts, are_finite in run_ranks(statistics_are_finite, 2, timeout_s=90):
+        assert are_finite
+        assert [math.isfinite(loss) for loss in losses] == [e != 1 for e in range(EPOCHS)]
+        assert max(counts) < EPOCHS
