@@ -1,1 +1,1 @@
-"""Learning-rate schedules."""
+"""Optimizers, learning-rate schedules, and the weights of asynchronous passes."""

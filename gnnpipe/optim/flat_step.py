@@ -1,10 +1,9 @@
 """Steps all weights of a stage as one tensor.
 
-torch's optimizers go through their weights one by one. For 14 small weights a fused step of Adam
-took 0.38 ms, for one tensor of as many numbers 0.15 ms (by hand, a busy machine of two cores, 28
-November 2026). That counts with a step after each chunk, and so do the copies and predictions of
-the weight policies. Here the weights, and their parts of the optimizer's state, are views of flat
-tensors. A second optimizer of the same class steps these.
+torch's optimizers go through their weights one by one. With a step after each chunk the calls for
+many small weights take much of the time, and so do the copies and predictions of the weight
+policies (docs/adr/0046-the-chunk-is-a-mini-batch.md). Here the weights, and their parts of the
+optimizer's state, are views of flat tensors. A second optimizer of the same class steps these.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class FlatStep:
             self._call_optimizer()
 
     def _call_optimizer(self) -> None:
-        """Call the given optimizer, without gradients: a scheduler warns if nobody does."""
+        """Call the given optimizer, without gradients: a scheduler warns if it was never called."""
         self._has_called = True
         grads = [weight.grad for weight in self._weights]
         for weight in self._weights:

@@ -1,4 +1,8 @@
-"""Steps of a stage in which its ops run: as late as their readers allow, if no more is carried."""
+"""Assigns each op of a stage to one of the stage's steps.
+
+Row-wise ops that share a source run as late as their readers allow, so that fewer values are
+carried from step to step.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +46,15 @@ def op_steps(
     for op in ops:
         found[op] = max((found.get(s, 0) for s in sources(op)), default=0) + aggregates(op)
     for op in reversed(found):
-        uses = [found[r] - aggregates(r) if r in found else -1 for r in readers(op)]
+        reading = list(readers(op))
         # A value that leaves the stage, or the model, would pass through the later steps anyway.
-        if not uses or not is_row_wise(op) or len(sources(op)) != 1:
+        if not reading or any(r not in found for r in reading):
+            continue
+        if not is_row_wise(op) or len(sources(op)) != 1:
             continue
         (source,) = sources(op)
         row_wise = (r for r in readers(source) if not aggregates(r))
         is_shared = len(list(islice(row_wise, 2))) > 1
         if is_shared and width(op) >= width(source):
-            found[op] = max(found[op], min(uses))
+            found[op] = max(found[op], min(found[r] - aggregates(r) for r in reading))
     return found

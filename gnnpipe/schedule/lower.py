@@ -1,7 +1,8 @@
 """Lowers a schedule's compute actions to a program: adds messages, gradient sums and probe passes.
 
-A receive is posted one compute action before its value is needed, so that the message can arrive
-meanwhile (a gloo send only completes once its receive is posted). A send follows the action that
+A receive is posted one compute action before its value is needed, or two with several passes ahead
+(``_with_messages``), so that the message can arrive meanwhile (a gloo send only completes once its
+receive is posted). A send follows the action that
 produced the value. Neither blocks: the executor waits when a value is first used.
 """
 

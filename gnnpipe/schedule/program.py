@@ -122,7 +122,7 @@ class Action:
         return self.kind.direction is Direction.FORWARD
 
     def is_repeated_by(self, following: Action | None) -> bool:
-        """Whether ``following`` is the same single step of another chunk.
+        """Whether ``following`` is the same single step, for another chunk.
 
         After a backward step of this kind, all gradients that the next chunk pulls in the step have
         been recorded: every chunk has finished the backward of the step after it. So the exchange

@@ -105,10 +105,11 @@ class OneForwardOneBackward(Schedule):
     """Alternates forward and backward passes (1F1B, PipeDream-Flush, arXiv 2006.09503).
 
     A stage with d stages behind it runs d forward passes first, then one forward and one backward
-    pass in turn, so that at most d + 1 chunks are in flight. With a d passes first, a
-    ``passes_ahead``, at most a d + 1: then a message may take (a - 1) / 2 of a pass of forward and
-    backward, and no stage waits for it. Gradients stay in their chunk, and the stages are drained
-    before each optimizer step: every pass computes with the newest weights.
+    pass in turn, so that at most d + 1 chunks are in flight. With ``passes_ahead`` = a it runs a d
+    forward passes first, and at most a d + 1 chunks are in flight. A message that takes up to
+    (a - 1) / 2 of one forward and backward pass then delays no stage. Gradients stay in their
+    chunk, and the stages are drained before each optimizer step: every pass computes with the
+    newest weights.
     """
 
     consistency = Consistency(max_stale_epochs=1, optimizer_steps=None)
