@@ -181,16 +181,22 @@ class Start:
         """Number of completed epochs."""
         return len(self.rows)
 
-    def recut(self, cut: Mapping[str, Any]) -> str:
-        """Return a message if the partition has the same sizes but other vertices, else ''."""
-        numbers = ("chunks", "shards")
-        if dict(self.cut) == dict(cut) or any(self.cut.get(n) != cut[n] for n in numbers):
-            return ""
-        return (
-            "the partition differs from before (another plan, METIS version, --order or "
-            "--partitioner?): "
-            "the run continues, but its results are not bitwise reproducible"
-        )
+    def changes(self, cut: Mapping[str, Any]) -> list[str]:
+        """Return messages on what differs from before: optimizer steps, vertices of the parts."""
+        found = []
+        if self.cut.get("steps", cut["steps"]) != cut["steps"]:
+            found.append(
+                f"optimizer steps differ from before: {cut['steps']}; before: {self.cut['steps']}: "
+                "from here on the run trains in another way"
+            )
+        elif self.cut["digest"] != cut["digest"] and all(
+            self.cut[name] == cut[name] for name in ("chunks", "shards")
+        ):
+            found.append(
+                "the partition differs from before (another plan, METIS version, --order or "
+                "--partitioner?): the run continues, but its results are not bitwise reproducible"
+            )
+        return found
 
     def is_over(self, config: TrainConfig) -> bool:
         """Return whether the run has ended: all epochs are done, or a setting has stopped it."""
@@ -255,10 +261,20 @@ def identity_of(
 
 
 def cut_of(prepared: Prepared) -> dict[str, Any]:
-    """Return the numbers of chunks and shards and a digest of the partition."""
-    chunking = prepared.chunking
+    """Return the numbers of chunks and shards, a digest of the partition, and optimizer steps."""
+    chunking, program = prepared.chunking, prepared.program
     digest = zlib.crc32(chunking.ptr.tobytes(), zlib.crc32(chunking.perm.tobytes()))
-    return {"chunks": chunking.chunks, "shards": chunking.shards, "digest": f"{digest:08x}"}
+    steps = f"{program.consistency.optimizer_steps or 1} an epoch"
+    if prepared.spans_epochs:
+        steps += f" with --schedule {prepared.plan.schedule}"
+    if program.largest_gap:
+        steps += f" --weights {prepared.config.weights}"
+    return {
+        "chunks": chunking.chunks,
+        "shards": chunking.shards,
+        "digest": f"{digest:08x}",
+        "steps": steps,
+    }
 
 
 def stopped_by(
@@ -335,8 +351,8 @@ def _reason_against(
     if setting and start.epoch < config.epochs:
         return f"{setting} has stopped the run; try {'less' if config.metric in ERRORS else 'more'}"
     return (
-        f"{start.epoch} epochs are done, --epochs is {config.epochs}; try --epochs "
-        f"{2 * start.epoch}"
+        f"{start.epoch} epochs are done, --epochs is {config.epochs}; to train on, give more, such "
+        f"as --epochs {2 * start.epoch}"
     )
 
 

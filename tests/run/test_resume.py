@@ -211,7 +211,7 @@ REFUSED = {
     "another model": (lambda out: resumed_config(out, {"hidden": 16}), "--hidden 16: the run in"),
     "all done": (
         lambda out: resumed_config(out, {}),
-        "4 epochs are done, --epochs is 4; try --epochs 8",
+        "4 epochs are done, --epochs is 4; to train on, give more, such as --epochs 8",
     ),
 }
 

@@ -169,3 +169,19 @@ def test_a_run_of_one_chunk_without_tables_goes_on_in_chunks(tmp_path):
     result = Trainer(resumed_config(out, more), small_graph(), resume=out).fit()
     assert len(result.history) == len(table(out)) == 6
     assert result.exact_epochs == 2  # those of one chunk
+
+
+@pytest.mark.parametrize("schedule", ["fill-drain", "1f1b", "async"])
+def test_other_optimizer_steps_than_before_are_told_of(schedule, tmp_path, capsys):
+    out = tmp_path / "run"
+    trained(out, {"chunks": 4, "schedule": "async", "epochs": 3, "checkpoint_every": 3})
+    changes = {"schedule": schedule, "epochs": 4, "quiet": False}
+    Trainer(resumed_config(out, changes), small_graph(), resume=out).fit()
+    printed = capsys.readouterr().out
+    said = [line for line in printed.splitlines() if "differ" in line and "before" in line]
+    now = {"fill-drain": "1 an epoch", "1f1b": "1 an epoch", "async": ""}[schedule]
+    expected = (
+        f"optimizer steps differ from before: {now}; before: 4 an epoch with --schedule async: "
+        "from here on the run trains in another way"
+    )
+    assert said == ([expected] if now else [])
