@@ -130,7 +130,7 @@ def check_predictable(kind: type[Optimizer], field: str) -> None:
     if _rule_of(kind) is None:
         raise InputError(
             f"{field}: the steps of the optimizer {kind.__name__} cannot be predicted; try SGD, "
-            "Adam, AdamW or RMSprop, or the weight policy stash"
+            "Adam, AdamW or RMSprop, or --weights stash"
         )
 
 

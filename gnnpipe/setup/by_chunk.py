@@ -45,17 +45,26 @@ def why_not_async(config: TrainConfig, model: Model, optimizer: OptimizerChoice 
     """
     if edges_are_random(model):
         return "the model draws other edges in every epoch"
-    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    if optimizer is None:
-        kind = getattr(torch.optim, config.optimizer)
     try:
         check_staleness(config, MAX_CHUNKS, "async")
         check_schedule(config, MAX_CHUNKS, "async")
-        if issubclass(kind, torch.optim.Optimizer):
-            check_predictable(kind, f"--weights {config.weights}")
+        check_optimizer(config, optimizer)
     except InputError as error:
         return str(error)
     return "--recompute: backward would have other weights" if config.recompute else ""
+
+
+def check_optimizer(config: TrainConfig, optimizer: OptimizerChoice | None) -> None:
+    """``InputError`` if ``--weights`` cannot predict the steps of the optimizer.
+
+    What a function ``optimizer`` returns is not known yet; it is checked when it is called.
+    """
+    if not WEIGHT_POLICIES[config.weights].predicts_steps:
+        return
+    if optimizer is None:
+        check_predictable(getattr(torch.optim, config.optimizer), f"--weights {config.weights}")
+    elif isinstance(optimizer, type):
+        check_predictable(optimizer, f"--weights {config.weights}")
 
 
 def program_by_chunk(

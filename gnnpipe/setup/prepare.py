@@ -51,7 +51,13 @@ from gnnpipe.planner import (
 from gnnpipe.runtime.comm.launch import launched_world_size
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.schedule import EXACT_SCHEDULE, CheckedProgram, training_program, with_forecast
-from gnnpipe.setup.by_chunk import check_edges, partitioner_of, program_by_chunk, why_not_async
+from gnnpipe.setup.by_chunk import (
+    check_edges,
+    check_optimizer,
+    partitioner_of,
+    program_by_chunk,
+    why_not_async,
+)
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import (
     check_parts,
@@ -151,6 +157,8 @@ def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:
     check_edges(plan, chosen)
     dag = StageDag.of(plan, model_graph)
     usual, exact_program = training_programs(config, model_graph, dag)
+    if usual.largest_gap:
+        check_optimizer(config, inputs.optimizer)
     chunking = _partition(config, plan, graph, world, _order(config, plan, model_graph, chosen))
     qualities = _qualities(graph, chunking, plan)
     graph = renumber(graph, chunking)

@@ -197,6 +197,17 @@ def test_too_few_chunks_and_policies_that_do_not_fit_are_refused():
     assert prepared_of(stages=3, chunks=6, weights="2bw", steps_every=3).program.largest_gap == 1
 
 
+def test_an_optimizer_that_cannot_be_predicted_is_refused_before_the_graph_is_cut(monkeypatch):
+    monkeypatch.setattr(
+        "gnnpipe.setup.prepare._partition", lambda *_: pytest.fail("the graph was cut")
+    )
+    settings = {"stages": 3, "chunks": 6, "optimizer": torch.optim.Adagrad}
+    with pytest.raises(InputError, match=r"predict: .* Adagrad .* try SGD, .*, or --weights stash"):
+        prepared_of(**settings)
+    monkeypatch.undo()
+    assert prepared_of(**settings, weights="stash").program.largest_gap == 2
+
+
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_the_number_of_chunks_that_2bw_is_refused_with_suits(ahead):
     settings = {"stages": 3, "chunks": 24, "weights": "2bw", "passes_ahead": ahead}
@@ -263,10 +274,10 @@ def test_stale_label_inputs_are_told_with_what_is_exact():
         Trainer(run, small_graph()).fit()
 
 
-def prepared_of(stages, **settings):
+def prepared_of(stages, optimizer=None, **settings):
     """A run of several stages, decided in one process."""
     config = quick_config(stages=stages, layers=stages, schedule="async", **settings)
-    return prepare(config, World.alone(), small_graph())
+    return prepare(config, World.alone(), small_graph(), optimizer=optimizer)
 
 
 def test_the_plan_of_a_file_gives_the_schedule(tmp_path):
