@@ -253,8 +253,8 @@ def _check_plan(config: Settings) -> None:
     given += [f"--schedule {config.schedule}"] * (config.schedule != "fill-drain")
     if config.plan == "auto" and given:
         raise InputError(
-            f"{', '.join(given)}: no effect with --plan auto, which finds the shape; leave one of "
-            "the two out"
+            f"{', '.join(given)}: no effect with --plan auto, which finds the shape; leave out "
+            "either these or --plan auto"
         )
     if config.comm_dtype == "auto" and config.plan == "uniform":
         raise InputError(
@@ -263,7 +263,7 @@ def _check_plan(config: Settings) -> None:
     if config.plan != "uniform" and given:
         raise InputError(
             f"{', '.join(given)}: no effect with --plan {config.plan!r}, whose file gives the "
-            "shape; leave one of the two out"
+            "shape; leave out either these or --plan"
         )
     if config.passes_ahead > 1 and config.stages == 1 and config.plan == "uniform":
         raise InputError(

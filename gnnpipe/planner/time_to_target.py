@@ -97,8 +97,8 @@ def _lines(other: Candidate, chunked: Candidate, ratio: float, relative: float) 
     """Return the comparison as text; ``relative``: time of ``chunked`` over that of ``other``."""
     compared = (
         f"time to the target: {other.name} {other.simulated_s:.4g} s an epoch, {chunked.name} "
-        f"{chunked.simulated_s:.4g} s; assumed that {ASYNC} needs {ratio:g} of its epochs "
-        f"(docs/adr/0050-auto-by-time-to-target.md): {relative:.2f} of its time"
+        f"{chunked.simulated_s:.4g} s; {ASYNC} is assumed to need {ratio:g} times as many epochs "
+        f"(docs/adr/0050-auto-by-time-to-target.md), so it takes {relative:.2f} times as long"
     )
     if relative >= 1:
         return (compared,)

@@ -136,8 +136,9 @@ def _small_chunks_line(prepared: Prepared) -> list[str]:
     if rows * width >= SMALL_CHUNK:
         return []
     return [
-        f"a chunk has about {rows:,} vertices x {width:,} columns, whose calls take longer than "
-        "their numbers: an epoch is faster with fewer --chunks or with the full batch (--chunks 1)"
+        f"a chunk has about {rows:,} vertices x {width:,} columns: starting its operations takes "
+        "longer than computing them; an epoch is faster with fewer --chunks or with the full batch "
+        "(--chunks 1)"
     ]
 
 

@@ -234,8 +234,8 @@ def _check_in_flight(stage: int, forward: Times, backward: Times, program: Progr
     if program.epochs > 1 and program.chunks < most:
         raise ProgramError(
             f"--chunks {program.chunks}: stage {stage} works on {most} chunks at once, so that the "
-            f"next epoch would reach a chunk before its backward; try --chunks {4 * most}, or "
-            "fewer --stages or --passes-ahead"
+            f"next epoch would reach a chunk before its backward; give at least {most}, better "
+            f"--chunks {4 * most}, or fewer --stages or --passes-ahead"
         )
     return most
 

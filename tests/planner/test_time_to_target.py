@@ -38,8 +38,8 @@ def test_the_ratio_of_epochs_decides(monkeypatch, above):
     line = next(line for line in found.lines() if line.startswith("time to the target"))
     for one in (usual, chunked):
         assert f"{one.name} {one.simulated_s:.4g} s" in line
-    assert f"needs {border * (1.01 if above else 0.99):g} of its epochs" in line
-    assert re.search(r"1\.01 of its time$" if above else r"0\.99 of its time$", line)
+    assert f"need {border * (1.01 if above else 0.99):g} times as many epochs" in line
+    assert re.search(r"1\.01 times as long$" if above else r"0\.99 times as long$", line)
     assert any("trains otherwise than the full batch" in line for line in found.lines()) != above
 
 

@@ -99,7 +99,7 @@ def test_chunks_are_mixed_if_the_optimizer_steps_several_times_an_epoch(settings
 def test_chunks_that_are_too_small_for_steps_of_their_own_are_told(settings, is_said):
     config = quick_config(chunks=4, layers=2, **settings)
     prepared = prepare(config, World.alone(), small_graph(n=300), None)
-    assert any("calls take longer" in line for line in head_lines(prepared)) == is_said
+    assert any("starting its operations" in line for line in head_lines(prepared)) == is_said
 
 
 def told(module, **settings):
