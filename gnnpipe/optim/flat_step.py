@@ -2,8 +2,8 @@
 
 torch's optimizers go through their weights one by one. With a step after each chunk the calls for
 many small weights take much of the time, and so do the copies and predictions of the weight
-policies (docs/adr/0046-the-chunk-is-a-mini-batch.md). Here the weights, and their parts of the
-optimizer's state, are views of flat tensors. A second optimizer of the same class steps these.
+policies (ADR 0046). Here the weights, and their parts of the optimizer's state, are views of flat
+tensors. A second optimizer of the same class steps these.
 """
 
 from __future__ import annotations

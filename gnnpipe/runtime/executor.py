@@ -128,8 +128,7 @@ class Executor:
             forecaster: Forecast of stale rows; ``None`` without a forecast.
         """
         self.num_chunks = dag.plan.chunks
-        self.mesh = mesh
-        self.stage = stage
+        self.mesh, self.stage = mesh, stage
         self._row_links = row_links
         self.exchanges = exchanges
         self.optimizer = update.optimizer
@@ -152,8 +151,7 @@ class Executor:
         """Position of the first pass, or step, of the last program that was not finite here."""
         self.epoch_bytes = CommVolume(0, 0, 0, 0)
         """Bytes that this rank sent in an epoch of the last training program."""
-        self._has_stepped_in_epoch = True
-        """``has_stepped``, of the steps since the last end of an epoch."""
+        self._has_stepped_in_epoch = True  # since the last end of an epoch
         self._widths_in = {t.source: t.widths for t in dag.receives(mesh.stage)}
         self._widths_out = {t.target: t.widths for t in dag.sends(mesh.stage)}
         self._types = {k: v for t in dag.transfers for k, v in t.types.items()}

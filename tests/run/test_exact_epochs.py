@@ -78,16 +78,16 @@ def replayed(lengths):
 
 def test_the_epoch_behind_a_jump_is_exact_and_no_other(monkeypatch):
     lengths, stepped = [], []
-    passes = GradClip.passes
+    clip = GradClip.clip
 
     def noting(self, loss):
-        good = passes(self, loss)
+        good = clip(self, loss)
         lengths.append(self.norm)
         squares = [p.grad.double().square().sum() for _, p in self._named if p.grad is not None]
         stepped.append(math.sqrt(sum(squares)))
         return good
 
-    monkeypatch.setattr(GradClip, "passes", noting)
+    monkeypatch.setattr(GradClip, "clip", noting)
     result = Trainer(config(lr=0.1), small_graph()).fit()  # steps so long that gradients are cut
     expected, longest = replayed(lengths)
     limited = [min(pair) for pair in zip(lengths, longest, strict=True)]
@@ -104,15 +104,15 @@ def test_the_epoch_behind_a_jump_is_exact_and_no_other(monkeypatch):
 def test_the_gradients_of_such_an_epoch_are_those_of_exact_training(monkeypatch):
     """From the same weights, with the same dropout: the length is that of one device's."""
     lengths = {}
-    passes = GradClip.passes
+    clip = GradClip.clip
     starts = {}
 
     def noting(self, loss):
-        good = passes(self, loss)
+        good = clip(self, loss)
         lengths.setdefault(len(starts), []).append((self.norm, loss))
         return good
 
-    monkeypatch.setattr(GradClip, "passes", noting)
+    monkeypatch.setattr(GradClip, "clip", noting)
     plain = config(dropout=0.0, lr=1e-12)
     exact = walked_exactly(Trainer(plain, small_graph()).fit())
     starts["then"] = True
