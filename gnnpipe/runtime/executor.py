@@ -431,9 +431,23 @@ class Executor:
         self.gradient_sum.begin(range(*action.steps))
 
     def _step(self, action: Action) -> None:
-        now = self._now
         self.gradient_sum.finish()
         self._weight_hooks.call()
+        is_finite = self._clip_or_skip(action)
+        if self.forecaster is not None:
+            self.forecaster.remember()
+        if self.optimizer is not None:
+            self._update_weights(self.optimizer, is_finite)
+        done = action.position + 1
+        if done % self.num_chunks == 0 and 0 < done < self._now.program.passes:
+            self.stage.end_inner_epoch(self._has_stepped_in_epoch)
+            self._has_stepped_in_epoch = True
+            if self._now.epoch_end is not None:
+                self._now.epoch_end()
+
+    def _clip_or_skip(self, action: Action) -> bool:
+        """Clip the gradients; return whether they and the losses of the step are finite."""
+        now = self._now
         losses = [(position, float(loss)) for position, loss in now.new_losses]
         now.new_losses.clear()
         faulty = [position for position, loss in losses if not math.isfinite(loss)]
@@ -446,25 +460,20 @@ class Executor:
         self._has_stepped_in_epoch &= is_finite
         if self.fault_pass is None and (faulty or not is_finite):
             self.fault_pass = min(faulty, default=max(action.position, 0))
-        if self.forecaster is not None:
-            self.forecaster.remember()
-        if self.optimizer is not None:
-            if is_finite:
-                (self._flat or self.optimizer).step()
-            if now.policy is not None:
-                (now.policy.stepped if is_finite else now.policy.skipped)()
-            self._count_step()
-            # Gradients of weights that the optimizer does not step are cleared, too; they would
-            # accumulate.
-            for weight in self._weights:
-                weight.grad = None
-        done = action.position + 1
-        is_inner = done % self.num_chunks == 0 and 0 < done < now.program.passes
-        if is_inner:
-            self.stage.end_inner_epoch(self._has_stepped_in_epoch)
-            self._has_stepped_in_epoch = True
-            if now.epoch_end is not None:
-                now.epoch_end()
+        return is_finite
+
+    def _update_weights(self, optimizer: torch.optim.Optimizer, is_finite: bool) -> None:
+        """Make the optimizer's step, or leave it out if loss or gradients are not finite."""
+        if is_finite:
+            (self._flat or optimizer).step()
+        policy = self._now.policy
+        if policy is not None:
+            (policy.stepped if is_finite else policy.skipped)()
+        self._count_step()
+        # Gradients of weights that the optimizer does not step are cleared, too; they would
+        # accumulate.
+        for weight in self._weights:
+            weight.grad = None
 
 
 def _steps_together(program: CheckedProgram) -> bool:
