@@ -85,17 +85,18 @@ def test_a_rank_that_falls_silent_ends_all(number, tmp_path):
     process = launch(out, "--timeout", "32", "--checkpoint-every", "2")
     ranks = begun(process, out)
     os.kill(ranks[1], number)
-    start = time.monotonic()
-    said = process.communicate(timeout=30 + TORCHRUN_WAITS_S)[0]
+    # A dead rank is noticed at once, not by its silence or the limit of --timeout.
+    is_silent = number == signal.SIGSTOP
+    said = process.communicate(timeout=30 + TORCHRUN_WAITS_S * is_silent)[0]
     assert process.returncode != 0
-    if number == signal.SIGSTOP:
+    assert ("has been silent" in said) == is_silent
+    if is_silent:
         assert "rank 1 has been silent for 4 s" in said
         assert "Last known: rank 1 (stage 1, shard 0)" in said
         assert "The others: rank 0 (stage 0, shard 0)" in said
         assert "silent" in (out / "logs" / "rank-0.txt").read_text()
         assert "has been silent" in said[said.index("Root Cause") :]
     else:
-        assert time.monotonic() - start < 8, "it needs not wait any longer than for torchrun"
         assert "gnnpipe: rank 0 lost another rank (" in said
         assert f"; go on with --resume {out} (the newest checkpoint is epoch-00" in said
         assert "pair.cc" not in said.replace((out / "logs" / "rank-0.txt").read_text(), "")
