@@ -181,22 +181,21 @@ class Start:
         """Number of completed epochs."""
         return len(self.rows)
 
-    def changes(self, cut: Mapping[str, Any]) -> list[str]:
-        """Return messages on what differs from before: optimizer steps, vertices of the parts."""
-        found = []
+    def changes(self, cut: Mapping[str, Any]) -> str:
+        """Return a message if optimizer steps, or the vertices of equally many parts, differ."""
+        # Older checkpoints store no steps.
         if self.cut.get("steps", cut["steps"]) != cut["steps"]:
-            found.append(
+            return (
                 f"optimizer steps differ from before: {cut['steps']}; before: {self.cut['steps']}: "
                 "from here on the run trains in another way"
             )
-        elif self.cut["digest"] != cut["digest"] and all(
-            self.cut[name] == cut[name] for name in ("chunks", "shards")
-        ):
-            found.append(
+        is_recut = self.cut.get("digest") != cut["digest"]
+        if is_recut and all(self.cut.get(name) == cut[name] for name in ("chunks", "shards")):
+            return (
                 "the partition differs from before (another plan, METIS version, --order or "
                 "--partitioner?): the run continues, but its results are not bitwise reproducible"
             )
-        return found
+        return ""
 
     def is_over(self, config: TrainConfig) -> bool:
         """Return whether the run has ended: all epochs are done, or a setting has stopped it."""
