@@ -3,8 +3,8 @@
 python scripts/network_speed.py run [--graphs G] [--models M] [--layers 32] [--mbit 200] [--hosts 4]
 python scripts/network_speed.py report      # writes docs/benchmarks/network.md, .csv and .png
 
-With ``--best`` graph parallelism also gets what ``graph_parallel.py`` holds, as two contenders more
-(the second with rows sent in bf16); these cells are a table of their own.
+Among ``--contenders``, "graph best" is graph parallelism with what ``graph_parallel.py`` holds;
+cells that have it are a table of their own.
 
 Hosts are network namespaces of this machine (``namespaces.py``; needs root), one rank and one
 thread each, so on two cores four ranks share them: what is compared shares them alike. The
@@ -42,9 +42,6 @@ GRAPHS = {
 }
 HIDDEN, CHUNKS, WARM_UP = 128, 32, 2
 """The first epoch is exact and the second has cold links."""
-
-
-BEST = ("pipeline", "pipeline bf16", "graph", "graph best", "graph best bf16")
 
 
 def contenders(hosts: int, chunks: int, model: str) -> dict[str, dict[str, Any]]:
@@ -149,10 +146,12 @@ def run(args: argparse.Namespace) -> None:
                         "hosts": args.hosts,
                         "chunks": args.chunks,
                     }
-                    key = "|".join(str(v) for v in cell.values()) + ("|best" if args.best else "")
+                    key = "|".join(str(v) for v in cell.values())
+                    if "graph best" in args.contenders:
+                        key += "|best"
                     if key in read_cells(DATA):
                         continue
-                    results = measure(cell, args.repeats, BEST if args.best else args.contenders)
+                    results = measure(cell, args.repeats, args.contenders)
                     row = {
                         "cell": key,
                         **cell,
@@ -349,9 +348,8 @@ def main() -> None:
     one.add_argument("--hosts", type=int, default=4, choices=(2, 4))
     one.add_argument("--chunks", type=int, default=CHUNKS)
     one.add_argument("--repeats", type=int, default=5)
-    names = ["pipeline", "graph", "hybrid", "pipeline bf16"]
-    one.add_argument("--contenders", nargs="+", default=names, choices=names)
-    one.add_argument("--best", action="store_true", help="graph parallelism gets everything")
+    names = list(contenders(4, CHUNKS, "gcn"))
+    one.add_argument("--contenders", nargs="+", default=names[:4], choices=names)
     one.set_defaults(call=run)
     actions.add_parser("report").set_defaults(call=report)
     args = parser.parse_args()
