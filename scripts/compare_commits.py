@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,18 +84,18 @@ class Cell:
         )
 
 
-def in_turns(name: str, trees: list[Path], words: list[str]) -> Cell:
-    """Epochs of one process of each commit in turns."""
-    script = [sys.executable, str(ROOT / "scripts" / "epochs_on_request.py"), *words]
+def in_turns(name: str, trees: Sequence[Path], words: Sequence[list[str]]) -> Cell:
+    """Epochs of two processes in turns, with gnnpipe of each tree and the words of each."""
+    script = [sys.executable, str(ROOT / "scripts" / "epochs_on_request.py")]
     processes = [
         subprocess.Popen(
-            script,
+            [*script, *own],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
         )
-        for tree in trees
+        for tree, own in zip(trees, words, strict=True)
     ]
     for process in processes:
         assert process.stdout is not None
@@ -211,7 +212,7 @@ def measured(trees: list[Path], options: argparse.Namespace) -> list[Cell]:
                 name = f"{model} {graph}, {layers} layers"
                 if options.only in name:
                     words = [graph, model, str(layers), str(options.chunks)]
-                    found.append(in_turns(name, trees, words))
+                    found.append(in_turns(name, trees, [words, words]))
                     print(found[-1].row(), flush=True)
     return found
 

@@ -1,6 +1,6 @@
-"""Trains an epoch for each line read; ``compare_commits.py`` starts one process for each commit.
+"""Trains an epoch for each line read; ``compare_commits.in_turns`` starts two such processes.
 
-python scripts/epochs_on_request.py DATASET MODEL LAYERS CHUNKS
+python scripts/epochs_on_request.py DATASET MODEL LAYERS CHUNKS [STALENESS]
 
 ``gnnpipe`` is the one on PYTHONPATH. Answers ``ready`` and the processor seconds of the set-up,
 then for each ``go`` the processor seconds of one epoch (width 128, dropout 0.5), and at the end of
@@ -47,12 +47,13 @@ def main() -> None:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dataset, model, layers, chunks = sys.argv[1:]
+    dataset, model, layers, chunks, *rest = sys.argv[1:]
     config = TrainConfig(
         model=model,
         layers=int(layers),
         hidden=128,
         chunks=int(chunks),
+        staleness=rest[0] if rest else "auto",
         epochs=1000,
         lr=0.001,
         eval_every=0,
