@@ -17,6 +17,7 @@ from linecache import getline
 from types import FrameType
 from typing import Any
 
+import scipy.sparse as sp
 import torch
 from torch import fx, nn
 from torch_geometric import nn as pyg
@@ -333,6 +334,15 @@ class _Tracer(fx.Tracer):
         finally:
             self.is_in_opened = was_in_opened
             del m.__dict__["propagate"], m.__dict__["edge_updater"]
+
+    def is_dense_features(self, value: fx.Node) -> bool:
+        """Whether a value is the features of a vertex type, stored densely."""
+        if not is_input(value, FEATURES):
+            return False
+        number = input_number(value)
+        types = self._types
+        name = "" if number is None or types is None else types.names[number]
+        return not sp.issparse(self._graph.features(name))
 
     def _make(
         self, of: nn.Module, conv: nn.Module, read: Any, reading: Any, edges: Any, **carried: Any

@@ -23,6 +23,7 @@ from torch_geometric.nn.models.linkx import SparseLinear
 from gnnpipe.capture.fx_names import FEATURES, is_input
 from gnnpipe.capture.markers import aggregate, of_vertices
 from gnnpipe.capture.stage.row_work import mixed_map
+from gnnpipe.capture.stage.step_calls import HOOKS
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.operators import RELATION
 
@@ -109,10 +110,37 @@ def graph_conv(conv: Any, x: Any, edge_weight: Any = None) -> Any:
 
 
 def gin(conv: Any, x: Any, edge_weight: Any = None) -> Any:
-    """``nn(A x + (1 + eps) x)``; ``edge_weight``: values of ``adj_t``."""
+    """``nn(A x + (1 + eps) x)``; ``edge_weight``: values of ``adj_t``.
+
+    If nn begins with a Linear W to fewer columns, ``A (x W) + (1 + eps) x W`` takes its place.
+    """
     x, own = _pair(x)
-    out = _reduction(conv, edge_weight)(x)
-    return conv.nn(out if own is None else out + (1 + conv.eps) * own)
+    aggregated = _reduction(conv, edge_weight)
+    modules: list[Any] = [*conv.nn] if type(conv.nn) is nn.Sequential and conv.nn else [conv.nn]
+    lin, *rest = modules
+    if any(getattr(conv.nn, name) for name in HOOKS) or not _is_narrowing(lin, x):
+        out = aggregated(x)
+        return conv.nn(out if own is None else out + (1 + conv.eps) * own)
+    rows = nn.functional.linear(x, lin.weight)
+    out = aggregated(rows)
+    if own is not None:
+        mine = rows if own is x else nn.functional.linear(own, lin.weight)
+        out = out + (1 + conv.eps) * mine
+    out = _plus_bias(lin, out)
+    for module in rest:
+        out = module(out)
+    return out
+
+
+def _is_narrowing(module: Any, x: Any) -> bool:
+    """Whether a module is a Linear to fewer columns, and x no dense features.
+
+    Dense features are better aggregated once before training.
+    """
+    if type(module) not in (nn.Linear, pyg.Linear) or any(getattr(module, h) for h in HOOKS):
+        return False
+    width_out, width_in = module._parameters["weight"].shape
+    return width_out < width_in and not x.tracer.is_dense_features(x.node)
 
 
 def gcn2(conv: Any, x: Any, x_0: Any, edge_weight: Any = None) -> Any:
