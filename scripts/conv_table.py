@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import torch_geometric
+from torch_geometric.nn import MessagePassing
 from torch_geometric.nn import conv as convs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +44,7 @@ from gnnpipe.capture.edge_work.modules import EdgeModule  # noqa: E402
 from gnnpipe.capture.recording import Recording  # noqa: E402
 from gnnpipe.errors import InputError  # noqa: E402
 from gnnpipe.models.gat_attention import is_additive  # noqa: E402
+from gnnpipe.models.without_messages import fits  # noqa: E402
 from gnnpipe.runtime.comm.mesh import Mesh  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "convolutions.md"
@@ -113,7 +115,8 @@ def described(found: Recording) -> tuple[str, str]:
         return "call by call", hops
     form = next(iter(forms.values()))
     words = {"pair": "called on a pair", "square": "called on the whole block"}[str(form)]
-    is_known = form == "pair" and any(map(is_additive, found.model.modules()))
+    convs = [m for m in found.model.modules() if isinstance(m, MessagePassing)]
+    is_known = any(fits(conv) or (form == "pair" and is_additive(conv)) for conv in convs)
     return "without messages" if is_known else "unchanged", f"{hops}, {words}"
 
 
@@ -202,8 +205,9 @@ def page() -> str:
         "- *not tried*: needs a library that was not there.",
         "- *n aggregations*: how often the convolution aggregates neighbours.",
         "",
-        "Arguments matter: `SAGEConv` with `max` aggregation runs unchanged. With an LSTM it runs "
-        "as it is, because PyG pads sequences to the largest degree.",
+        "Arguments matter: `SAGEConv` with `max` aggregation runs without messages, `PNAConv` and "
+        "`GENConv` with edge features unchanged. With an LSTM `SAGEConv` runs as it is, because PyG "
+        "pads sequences to the largest degree.",
         "",
         "| convolution | how | notes | " + " | ".join(map(shape_text, SHAPES)) + " |",
         "|---" * (3 + len(SHAPES)) + "|",

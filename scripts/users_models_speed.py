@@ -49,7 +49,7 @@ from gnnpipe.train.evaluate import train_epoch  # noqa: E402
 FOLDER = ROOT / "docs" / "benchmarks"
 DATA = Path(os.environ.get("UMS_DATA", FOLDER / "data" / "users_models_speed.jsonl"))
 GRAPHS = ("squirrel", "debian", "coauthor_physics", "ego_twitter")
-UNTIMED, LEAST, MOST, CELL_S = 2, 3, 9, 40.0
+UNTIMED, LEAST, MOST, CELL_S = 2, 3, 9, 25.0
 """Turns that do not count; least and most that do; seconds after which no turn is added."""
 
 Epoch = Callable[[], Any]

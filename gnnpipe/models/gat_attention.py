@@ -134,15 +134,20 @@ def _bags(
     return sums
 
 
-def is_as_shipped(conv: MessagePassing) -> bool:
-    """Whether a convolution sums messages from source to target, without hooks or overrides."""
+def is_unchanged(conv: MessagePassing) -> bool:
+    """Whether a convolution sends from source to target, without hooks or overrides."""
+    replaced = {"forward", "message", "edge_update", "edge_updater", "propagate", "aggregate"}
     return (
         not any(hooks for name, hooks in vars(conv).items() if name.endswith("_hooks"))
         and not conv.explain
-        and not {"forward", "message", "edge_update", "propagate"} & vars(conv).keys()
+        and not replaced & vars(conv).keys()
         and conv.flow == "source_to_target"
-        and conv.aggr in ("add", "sum")
     )
+
+
+def is_as_shipped(conv: MessagePassing) -> bool:
+    """Whether a convolution is unchanged and sums its messages."""
+    return is_unchanged(conv) and conv.aggr in ("add", "sum")
 
 
 def is_additive(conv: nn.Module) -> TypeGuard[GATConv]:

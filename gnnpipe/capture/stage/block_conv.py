@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
@@ -21,12 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from gnnpipe.capture.edge_work.modules import Propagate
 from gnnpipe.capture.fx_names import EDGES, dropout_arguments, is_input
 from gnnpipe.capture.rules.attention import is_mapped
 from gnnpipe.capture.stage.step_calls import flat
 from gnnpipe.graph.blocks import Block
 from gnnpipe.models.gat_attention import attend, is_additive
 from gnnpipe.models.rows import Rows
+from gnnpipe.models.without_messages import NeedsMessagesError, fits, without_messages
 from gnnpipe.ops.hashed_dropout import edge_keys
 
 
@@ -208,8 +210,25 @@ class BlockConv(nn.Module):
         heads = int(self.conv.heads)
         per_edge = 2 * heads if self.conv.dropout else heads
         width = heads * int(self.conv.out_channels)
-        structure_per_edge = 24 if self.conv.add_self_loops else 8
-        return width + heads, per_edge, 0 if is_mapped(self.conv) else width, structure_per_edge
+        per_read_row = 0 if is_mapped(self.conv) else width
+        return width + heads, per_edge, per_read_row, _structure_per_edge(self.conv)
+
+    @property
+    def makes_no_messages(self) -> bool:
+        """Whether ``without_messages`` computes the convolution."""
+        return fits(*self._parts)
+
+    @property
+    def structure_per_edge(self) -> int:
+        """Bytes for each edge beyond its two ends."""
+        return _structure_per_edge(self._parts[0]) if self.makes_no_messages else 0
+
+    @property
+    def _parts(self) -> tuple[nn.Module, bool]:
+        """The user's convolution, and whether only its ``propagate`` is called."""
+        is_propagate = isinstance(self.conv, Propagate)
+        conv: Any = self.conv
+        return (conv.conv if is_propagate else conv), is_propagate
 
     def forward(
         self,
@@ -244,5 +263,19 @@ class BlockConv(nn.Module):
             if block.is_fused and self._is_plain and is_additive(self.conv):
                 out = attend(self.conv, values[0][0], own, block)
             else:
-                out = self.conv(*args, **kwargs)
+                out = self._convolve(block, args, kwargs)
         return out[:count]
+
+    def _convolve(self, block: Block, args: Any, kwargs: Any) -> Any:
+        """Call the convolution, without messages where possible."""
+        conv, is_propagate = self._parts
+        if block.is_fused and fits(conv, is_propagate):
+            rest = without_messages(conv, block)
+            with suppress(NeedsMessagesError):
+                return (Propagate(rest) if is_propagate else rest)(*args, **kwargs)
+        return self.conv(*args, **kwargs)
+
+
+def _structure_per_edge(conv: Any) -> int:
+    """Bytes of ``graph.blocks.Incidence`` for each edge, beyond its two ends."""
+    return 24 if getattr(conv, "add_self_loops", False) else 8

@@ -139,7 +139,13 @@ class Cut:
         of_row, of_edge, of_read, structure_per_edge = 0, 0, 0, 0
         if block is not None:
             memory = facts.memory
-            kept = block.attention_memory or (memory.per_row, memory.per_edge, 0, 0)
+            measured = (
+                memory.per_row,
+                memory.per_edge,
+                memory.per_read_row,
+                block.structure_per_edge,
+            )
+            kept = block.attention_memory or measured
             of_row, of_edge, of_read, structure_per_edge = kept
         return Aggregation(
             op.name,

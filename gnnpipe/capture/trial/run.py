@@ -28,6 +28,7 @@ from gnnpipe.capture.rewrite import cut_vertex_weights, vertex_weights
 from gnnpipe.capture.rules.convolutions import RULES
 from gnnpipe.capture.stage.block_conv import BlockConv, DropoutKind, DropoutKinds, DropoutMode, Form
 from gnnpipe.capture.stage.step_calls import flat
+from gnnpipe.capture.trial.block_memory import BlockMemory, block_memory
 from gnnpipe.capture.trial.sample_graph import Sample
 from gnnpipe.errors import InputError
 from gnnpipe.graph.blocks import Block
@@ -61,6 +62,8 @@ class SampleRun:
         """Matrices of aggregations, by structure."""
         self.types: dict[fx.Node, str] = {}
         """Vertex types of the rows of the calls' values."""
+        self.block_memory: dict[fx.Node, BlockMemory] = {}
+        """Memory of the convolutions that make no messages."""
         for name, value in sample.vertex_values.items():
             module.register_buffer(name, value)
 
@@ -209,6 +212,9 @@ class SampleRun:
             try:
                 block_conv = BlockConv(conv, call, shapes, form, kinds.found, 0, self.of_edges)
                 if all(self._agrees(block_conv, index, rows, whole, half) for half in (0, 1)):
+                    if block_conv.makes_no_messages:
+                        given = self._half(block_conv, index, rows, 0)[0]
+                        self.block_memory[call] = block_memory(block_conv, *given)
                     break
                 reason = "the rows differ"
             except Exception as error:
@@ -232,6 +238,13 @@ class SampleRun:
         half: int,
     ) -> bool:
         """Whether a block of half of the vertices and the rows that they read gives equal rows."""
+        given, own = self._half(block_conv, index, rows, half)
+        return torch.allclose(block_conv(*given), whole[own], 1e-9, 1e-12)
+
+    def _half(
+        self, block_conv: BlockConv, index: fx.Node, rows: dict[fx.Node, Tensor], half: int
+    ) -> tuple[tuple[Tensor, Block, Rows, Tensor | None, tuple[Any, ...]], Tensor]:
+        """Arguments of a convolution on half of the vertices, and the numbers of these [n]."""
         sample, name = self.sample, str(index.target)
         source, target = sample.ends[name]
         halves = sample.halves(target)
@@ -248,8 +261,7 @@ class SampleRun:
         received = torch.cat([flat(rows[k][order]) for k in block_conv.pushed], dim=1)
         mine = rows[block_conv.own][own] if block_conv.own is not None else None
         carried = tuple(self.whole[value][into] for value in block_conv.carried)
-        found = block_conv(received, block, Rows(keys=own, features=None), mine, carried)
-        return torch.allclose(found, whole[own], 1e-9, 1e-12)
+        return (received, block, Rows(keys=own, features=None), mine, carried), own
 
 
 def copied_modules(recording: fx.GraphModule) -> nn.Module:

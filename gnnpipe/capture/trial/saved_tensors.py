@@ -36,7 +36,9 @@ class Saved:
     per_row: int = 0
     """Numbers kept for each row beside the values of ops."""
     per_edge: int = 0
-    """Numbers kept for each edge by a convolution that runs unchanged."""
+    """Numbers kept for each edge by a convolution."""
+    per_read_row: int = 0
+    """Numbers kept for each row that a convolution without messages reads."""
 
 
 def saved_by_calls(run: SampleRun, ops: Collection[fx.Node]) -> dict[fx.Node, Saved]:
@@ -83,16 +85,18 @@ def saved_by_calls(run: SampleRun, ops: Collection[fx.Node]) -> dict[fx.Node, Sa
     found = {}
     for call, size_bytes in extra_bytes.items():
         row_bytes = max(run.sample.counts.get(run.types[call], 0), 1) * _NUMBER_BYTES
-        per_edge = edge_bytes[call]
+        on_block = run.block_memory.get(call)
+        per_edge = edge_bytes[call] if on_block is None else on_block.per_edge * _NUMBER_BYTES
         for source in _edge_values(call, run) if edges_read(call) is not None else ():
             is_counted = source in kept and source.op != "placeholder"
             value_bytes = _size_bytes(values[source]) if is_counted else 0
             num_edges = run.sample.num_edges(run.of_edges[source])
             per_edge += edge_bytes[source] + value_bytes // num_edges
-        per_row = round(size_bytes / row_bytes)
+        per_row = round(size_bytes / row_bytes) if on_block is None else on_block.per_row
         if call in kept and call not in ops:
             per_row += round(_size_bytes(values[call]) / row_bytes)
-        found[call] = Saved(call in kept, per_row, round(per_edge / _NUMBER_BYTES))
+        per_read_row = 0 if on_block is None else on_block.per_read_row
+        found[call] = Saved(call in kept, per_row, round(per_edge / _NUMBER_BYTES), per_read_row)
     return found
 
 

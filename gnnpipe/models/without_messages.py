@@ -1,0 +1,301 @@
+"""PyG's convolutions over a block, without messages: GEN, GAT, GATv2, Transformer, PNA, SAGE.
+
+``without_messages`` returns the convolution with another ``propagate``, which computes the same
+rows from those of the block (``neighbour_rows``). Everything else in it, such as linear maps,
+self-loops, residuals and perceptrons, stays PyG's own code. GAT without
+edge features has a function of its own (``gat_attention``).
+
+Shapes: T rows read, C target rows, E edges, F columns, H heads, D columns per head.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric import nn as pyg
+from torch_geometric.nn import aggr
+from torch_geometric.utils import softmax
+
+from gnnpipe.graph.blocks import Block, Incidence
+from gnnpipe.models.gat_attention import is_unchanged
+from gnnpipe.models.neighbour_rows import (
+    additive_scores,
+    dot_scores,
+    neighbour_max,
+    neighbour_mean,
+    neighbour_sum,
+    weighted_sum,
+)
+
+_LEAST = 0.6
+"""Power of the smallest number of a type below which a softmax's sum is not divided by."""
+
+
+class NeedsMessagesError(Exception):
+    """Only with messages can a convolution compute these rows."""
+
+
+Rule = Callable[[Any, Block], dict[str, Callable[..., Any]]]
+"""Returns methods that replace those of a convolution on a block."""
+
+
+def fits(conv: nn.Module, is_propagate: bool = False) -> bool:
+    """Whether ``without_messages`` computes a convolution; ``is_propagate``: that method alone."""
+    if not isinstance(conv, pyg.MessagePassing) or not is_unchanged(conv):
+        return False
+    is_whole = type(conv) is not pyg.GATv2Conv or not is_propagate
+    return type(conv) in _RULES and is_whole and _RULES[type(conv)][0](conv)
+
+
+def without_messages(conv: nn.Module, block: Block) -> pyg.MessagePassing:
+    """Return a convolution that ``fits`` with methods that make no messages on a block.
+
+    Its call raises ``NeedsMessagesError`` where only ``conv`` itself can compute the rows: its
+    messages read edge features, or the number type cannot hold the sums.
+    """
+    assert fits(conv)
+    rest: pyg.MessagePassing = copy.copy(conv)
+    vars(rest).update(_RULES[type(conv)][1](conv, block))
+    return rest
+
+
+def _as_many(out: Tensor, reading: Tensor | None) -> Tensor:
+    """``out`` [C, ...], followed by zeros for the other rows that ``reading`` has."""
+    more = 0 if reading is None else len(reading) - len(out)
+    return F.pad(out, (0, 0) * (out.dim() - 1) + (0, more)) if more else out
+
+
+def _fits_gen(conv: Any) -> bool:
+    kind = type(conv.aggr_module)
+    return kind in (*_PLAIN, aggr.SoftmaxAggregation) and not hasattr(conv, "lin_edge")
+
+
+def _gen(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
+    """GENConv: messages ``relu(x_j) + eps`` depend on the source alone."""
+
+    def propagate(edge_index: Any, x: Any, edge_attr: Any = None, size: Any = None) -> Tensor:
+        if edge_attr is not None:
+            raise NeedsMessagesError
+        rows, edges = x[0].relu() + conv.eps, block.incidence
+        plain = _PLAIN.get(type(conv.aggr_module))
+        out = plain(rows, edges) if plain else _softmax_sum(conv.aggr_module, rows, edges)
+        return _as_many(out, x[1])
+
+    return {"propagate": propagate}
+
+
+def _softmax_sum(module: Any, rows: Tensor, edges: Incidence) -> Tensor:
+    """``SoftmaxAggregation`` of the neighbours' rows [T, F].
+
+    The exponents of its sums of ``exp(t x) x`` and ``exp(t x)`` are shifted by the largest ``t x``
+    of a column in the block, in place of that of each vertex's neighbours. Raises
+    ``NeedsMessagesError`` where a vertex's sum would vanish.
+    """
+    scaled = rows * module.t
+    largest = scaled.detach().amax(0, keepdim=True) if len(rows) else 0
+    weights = torch.exp(scaled - largest)
+    if module.semi_grad and not module.learn:
+        weights = weights.detach()
+    sums, totals = neighbour_sum(torch.cat([rows * weights, weights], 1), edges).chunk(2, 1)
+    is_read = (edges.offsets.diff() > 0)[:, None]
+    if bool(((totals < torch.finfo(rows.dtype).tiny ** _LEAST) & is_read).any()):
+        raise NeedsMessagesError
+    return sums / torch.where(is_read, totals, torch.ones_like(totals))
+
+
+def _fits_attention(conv: Any) -> bool:
+    return conv.aggr in ("add", "sum")
+
+
+def _edges_of(conv: Any, block: Block) -> Incidence:
+    return block.incidence_with_loops if conv.add_self_loops else block.incidence
+
+
+def _in_order(values: Tensor, edges: Incidence) -> Tensor:
+    """Values of the edges, given in the order of the block, in that of ``edges``.
+
+    Values of self-loops of rows that are only read are left out.
+    """
+    if edges.order is None:
+        return values[: len(edges.source)]
+    return values.index_select(0, edges.order)
+
+
+def _as_rows(features: Tensor) -> Tensor:
+    """Edge features [E] or [E, K] as [E, K]."""
+    return features[:, None] if features.dim() == 1 else features
+
+
+def _weights(conv: Any, scores: Tensor, edges: Incidence, count: int) -> Tensor:
+    """The softmax of ``scores`` [E, H] over the edges into each target, with dropout."""
+    alpha: Tensor = softmax(scores, edges.target, num_nodes=count)
+    if not (conv.training and conv.dropout):
+        return alpha
+    return alpha * _in_order(F.dropout(torch.ones_like(alpha), conv.dropout, True), edges)
+
+
+def _gat(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
+    """GATConv with edge features, whose scores have one number for each edge and head anyway."""
+    edges = _edges_of(conv, block)
+
+    def propagate(edge_index: Any, x: Any, alpha: Any, size: Any = None) -> Tensor:
+        return _as_many(weighted_sum(x[0], _in_order(alpha, edges), edges), x[1])
+
+    return {"propagate": propagate}
+
+
+def _gat_v2(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
+    """GATv2Conv, whose ``edge_updater`` gives the weights in the order of ``Incidence``."""
+    edges = _edges_of(conv, block)
+
+    def edge_updater(edge_index: Any, x: Any, edge_attr: Any = None, size: Any = None) -> Tensor:
+        weight = None
+        if edge_attr is not None:
+            weight = conv.lin_edge.weight
+            edge_attr = _in_order(_as_rows(edge_attr), edges)
+        read, reading = x[0], x[1][: block.size[1]]
+        scores = additive_scores(
+            read, reading, edge_attr, weight, conv.att[0], edges, conv.negative_slope
+        )
+        return _weights(conv, scores, edges, len(reading))
+
+    def propagate(edge_index: Any, x: Any, alpha: Any, size: Any = None) -> Tensor:
+        return _as_many(weighted_sum(x[0], alpha, edges), x[1])
+
+    return {"edge_updater": edge_updater, "propagate": propagate}
+
+
+def _transformer(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
+    """TransformerConv: the map of edge features is taken out of both sums."""
+    edges = block.incidence
+
+    def propagate(
+        edge_index: Any, query: Any, key: Any, value: Any, edge_attr: Any = None, size: Any = None
+    ) -> Tensor:
+        if edge_attr is not None and conv.lin_edge is None:
+            raise NeedsMessagesError
+        reading = query[: block.size[1]]
+        scores = dot_scores(key, reading, edges)
+        weight, features = None, None
+        if conv.lin_edge is not None:
+            features = _in_order(_as_rows(edge_attr), edges)
+            weight = conv.lin_edge.weight.view(conv.heads, conv.out_channels, -1)
+            mapped = torch.einsum("chd,hdk->chk", reading, weight).index_select(0, edges.target)
+            scores = scores + (mapped * features[:, None]).sum(-1)
+        alpha = _weights(conv, scores / math.sqrt(conv.out_channels), edges, len(reading))
+        out = weighted_sum(value, alpha, edges)
+        if weight is None or features is None:
+            return _as_many(out, query)
+        of_edges = (alpha[:, :, None] * features[:, None]).flatten(1)
+        sums = torch.segment_reduce(of_edges, "sum", offsets=edges.offsets.long())
+        sums = sums.view(len(reading), conv.heads, -1)
+        return _as_many(out + torch.einsum("chk,hdk->chd", sums, weight), query)
+
+    return {"propagate": propagate}
+
+
+def _fits_pna(conv: Any) -> bool:
+    if conv.edge_dim is not None or type(conv.aggr_module) is not aggr.DegreeScalerAggregation:
+        return False
+    several = conv.aggr_module.aggr
+    return (
+        type(several) is aggr.MultiAggregation
+        and several.mode == "cat"
+        and all(type(one) in _OF_SHIFTED for one in several.aggrs)
+        and all(len(one) == 1 and _is_plain_linear(one[0]) for one in conv.pre_nns)
+    )
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is a Linear of torch or PyG without hooks or parametrisation."""
+    hooks = any(found for name, found in vars(module).items() if name.endswith("_hooks"))
+    return (
+        type(module) in (nn.Linear, pyg.Linear)
+        and not hooks
+        and not hasattr(module, "parametrizations")
+    )
+
+
+def _pna(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
+    """PNAConv: a message is ``u_i + v_j``, a linear map of both ends' rows.
+
+    So a mean, minimum or maximum is u_i plus that of v_j, and a variance is that of v_j.
+    """
+
+    def propagate(edge_index: Any, x: Any, edge_attr: Any = None, size: Any = None) -> Tensor:
+        count, edges = block.size[1], block.incidence
+        read, own = x if isinstance(x, tuple) else (x, x)
+        maps, width = [one[0] for one in conv.pre_nns], conv.F_in
+        v = torch.cat([read[:, i] @ m.weight[:, width:].t() for i, m in enumerate(maps)], 1)
+        of_own = [(own[:count, i], m.weight[:, :width], m.bias) for i, m in enumerate(maps)]
+        u = torch.cat([F.linear(*given) for given in of_own], 1)
+        u = u * (edges.offsets.diff() > 0)[:, None]
+        found = [
+            _OF_SHIFTED[type(one)](one, v, u, edges).view(count, len(maps), -1)
+            for one in conv.aggr_module.aggr.aggrs
+        ]
+        scaled = copy.copy(conv.aggr_module)
+        scaled._modules = {}
+        joined = torch.cat(found, -1)
+        scaled.aggr = lambda *given: joined
+        return _as_many(scaled.forward(joined, edges.target, None, count, 0), own)
+
+    return {"propagate": propagate}
+
+
+def _variance(module: Any, read: Tensor, edges: Incidence) -> Tensor:
+    mean = neighbour_mean(read, edges)
+    square = read * read
+    return neighbour_mean(square.detach() if module.semi_grad else square, edges) - mean * mean
+
+
+def _deviation(module: Any, read: Tensor, edges: Incidence) -> Tensor:
+    """Standard deviations of PyG's ``StdAggregation`` [C, F]."""
+    found = _variance(module.var_aggr, read, edges).clamp(min=1e-5).sqrt()
+    return found.masked_fill(found <= math.sqrt(1e-5), 0.0)
+
+
+_OF_SHIFTED: Mapping[type[nn.Module], Callable[..., Tensor]] = {
+    aggr.MeanAggregation: lambda m, v, u, edges: u + neighbour_mean(v, edges),
+    aggr.MaxAggregation: lambda m, v, u, edges: u + neighbour_max(v, edges),
+    aggr.MinAggregation: lambda m, v, u, edges: u - neighbour_max(-v, edges),
+    aggr.VarAggregation: lambda m, v, u, edges: _variance(m, v, edges),
+    aggr.StdAggregation: lambda m, v, u, edges: _deviation(m, v, edges),
+}
+"""Aggregations of ``u_i + v_j`` from v [T, F] and u [C, F], which is 0 without a neighbour."""
+
+_PLAIN: Mapping[type[nn.Module], Callable[[Tensor, Incidence], Tensor]] = {
+    aggr.SumAggregation: neighbour_sum,
+    aggr.MeanAggregation: neighbour_mean,
+    aggr.MaxAggregation: neighbour_max,
+}
+
+
+def _fits_sage(conv: Any) -> bool:
+    return type(conv.aggr_module) is aggr.MaxAggregation
+
+
+def _sage(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
+    """SAGEConv with maxima."""
+
+    def propagate(edge_index: Any, x: Any, size: Any = None) -> Tensor:
+        return _as_many(neighbour_max(x[0], block.incidence), x[1])
+
+    return {"propagate": propagate}
+
+
+_RULES: Mapping[type[nn.Module], tuple[Callable[[Any], bool], Rule]] = {
+    pyg.GENConv: (_fits_gen, _gen),
+    pyg.GATConv: (_fits_attention, _gat),
+    pyg.GATv2Conv: (_fits_attention, _gat_v2),
+    pyg.TransformerConv: (_fits_attention, _transformer),
+    pyg.PNAConv: (_fits_pna, _pna),
+    pyg.SAGEConv: (_fits_sage, _sage),
+}
+"""Whether an instance's settings fit, and its rule."""
