@@ -205,9 +205,9 @@ def page() -> str:
         "- *not tried*: needs a library that was not there.",
         "- *n aggregations*: how often the convolution aggregates neighbours.",
         "",
-        "Arguments matter: `SAGEConv` with `max` aggregation runs without messages, `PNAConv` and "
-        "`GENConv` with edge features unchanged. With an LSTM `SAGEConv` runs as it is, because PyG "
-        "pads sequences to the largest degree.",
+        "Arguments matter: `SAGEConv` with `max` aggregation runs without messages, `PNAConv` with "
+        "edge features unchanged. With an LSTM `SAGEConv` runs as it is, because PyG pads "
+        "sequences to the largest degree.",
         "",
         "| convolution | how | notes | " + " | ".join(map(shape_text, SHAPES)) + " |",
         "|---" * (3 + len(SHAPES)) + "|",

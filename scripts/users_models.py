@@ -76,12 +76,13 @@ class Encoded(nn.Module):
 class Deeper(nn.Module):
     """DeeperGCN (arXiv 2006.07739): blocks "res+" of GENConv with a learned softmax."""
 
-    def __init__(self, features: int, classes: int) -> None:
+    def __init__(self, features: int, classes: int, edge_dim: int | None = None) -> None:
         super().__init__()
         self.encode, self.head = nn.Linear(features, NARROW), nn.Linear(NARROW, classes)
+        given = {"aggr": "softmax", "learn_t": True, "norm": "layer", "edge_dim": edge_dim}
         self.layers = nn.ModuleList(
             pyg.DeepGCNLayer(
-                pyg.GENConv(NARROW, NARROW, aggr="softmax", learn_t=True, norm="layer"),
+                pyg.GENConv(NARROW, NARROW, **given),
                 nn.LayerNorm(NARROW),
                 nn.ReLU(),
                 "res+",
@@ -90,10 +91,11 @@ class Deeper(nn.Module):
             for _ in range(LAYERS)
         )
 
-    def forward(self, x: Any, edge_index: Any) -> Tensor:
-        x = self.layers[0].conv(self.encode(x), edge_index)
+    def forward(self, x: Any, edge_index: Any, edge_attr: Tensor | None = None) -> Tensor:
+        more = () if edge_attr is None else (edge_attr,)
+        x = self.layers[0].conv(self.encode(x), edge_index, *more)
         for layer in self.layers[1:]:
-            x = layer(x, edge_index)
+            x = layer(x, edge_index, *more)
         x = F.relu(self.layers[0].norm(x))
         return self.head(F.dropout(x, DROPOUT, self.training))
 
@@ -121,6 +123,7 @@ MODELS: dict[str, Callable[[Graph], nn.Module]] = {
     "gin": lambda g: Convs(_gin, *_sizes(g)),
     "gatv2 with edge features": lambda g: Encoded(_gatv2, WIDTH, *_sizes(g)),
     "deepergcn": lambda g: Deeper(*_sizes(g)),
+    "deepergcn with edge features": lambda g: Deeper(*_sizes(g), EDGE_WIDTH),
     "pna": lambda g: Encoded(_pna(g), NARROW, *_sizes(g)),
 }
 

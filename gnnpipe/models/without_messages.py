@@ -1,4 +1,4 @@
-"""PyG's convolutions over a block, without messages: GEN, GAT, GATv2, Transformer, PNA, SAGE.
+"""PyG's convolutions over a block, without messages: GEN, GINE, GAT, GATv2, Transformer, PNA, SAGE.
 
 ``without_messages`` returns the convolution with another ``propagate``, which computes the same
 rows from those of the block (``neighbour_rows``). Everything else in it, such as linear maps,
@@ -23,6 +23,13 @@ from torch_geometric.nn import aggr
 from torch_geometric.utils import softmax
 
 from gnnpipe.graph.blocks import Block, Incidence
+from gnnpipe.models.edge_messages import (
+    EdgeFeatures,
+    NeedsMessagesError,
+    check_totals,
+    message_softmax,
+    message_sum,
+)
 from gnnpipe.models.gat_attention import is_unchanged
 from gnnpipe.models.neighbour_rows import (
     additive_scores,
@@ -33,14 +40,6 @@ from gnnpipe.models.neighbour_rows import (
     weighted_sum,
 )
 
-_LEAST = 0.6
-"""Power of the smallest number of a type below which a softmax's sum is not divided by."""
-
-
-class NeedsMessagesError(Exception):
-    """Only with messages can a convolution compute these rows."""
-
-
 Rule = Callable[[Any, Block], dict[str, Callable[..., Any]]]
 """Returns methods that replace those of a convolution on a block."""
 
@@ -49,8 +48,9 @@ def fits(conv: nn.Module, is_propagate: bool = False) -> bool:
     """Whether ``without_messages`` computes a convolution; ``is_propagate``: that method alone."""
     if not isinstance(conv, pyg.MessagePassing) or not is_unchanged(conv):
         return False
-    is_whole = type(conv) is not pyg.GATv2Conv or not is_propagate
-    return type(conv) in _RULES and is_whole and _RULES[type(conv)][0](conv)
+    if is_propagate and type(conv) in (pyg.GATConv, pyg.GATv2Conv):
+        return False  # its weights are made by ``edge_updater``
+    return type(conv) in _RULES and _RULES[type(conv)][0](conv)
 
 
 def without_messages(conv: nn.Module, block: Block) -> pyg.MessagePassing:
@@ -73,19 +73,62 @@ def _as_many(out: Tensor, reading: Tensor | None) -> Tensor:
 
 def _fits_gen(conv: Any) -> bool:
     kind = type(conv.aggr_module)
-    return kind in (*_PLAIN, aggr.SoftmaxAggregation) and not hasattr(conv, "lin_edge")
+    return kind in (*_PLAIN, aggr.SoftmaxAggregation) and _maps_plainly(conv, "lin_edge")
+
+
+def _maps_plainly(conv: Any, name: str) -> bool:
+    """Whether a convolution's map of edge features, if it has one, is a plain Linear."""
+    lin = getattr(conv, name, None)
+    return lin is None or _is_plain_linear(lin)
 
 
 def _gen(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
-    """GENConv: messages ``relu(x_j) + eps`` depend on the source alone."""
+    """GENConv: messages ``relu(x_j + W e_ij + b) + eps``."""
+    edges, module = block.incidence, conv.aggr_module
 
     def propagate(edge_index: Any, x: Any, edge_attr: Any = None, size: Any = None) -> Tensor:
         if edge_attr is not None:
-            raise NeedsMessagesError
-        rows, edges = x[0].relu() + conv.eps, block.incidence
-        plain = _PLAIN.get(type(conv.aggr_module))
-        out = plain(rows, edges) if plain else _softmax_sum(conv.aggr_module, rows, edges)
+            given = x[0], _features(edge_attr, getattr(conv, "lin_edge", None), edges), conv.eps
+            return _as_many(_of_messages(module, *given, edges), x[1])
+        rows, plain = x[0].relu() + conv.eps, _PLAIN.get(type(module))
+        out = plain(rows, edges) if plain else _softmax_sum(module, rows, edges)
         return _as_many(out, x[1])
+
+    return {"propagate": propagate}
+
+
+def _features(edge_attr: Tensor, lin: Any, edges: Incidence) -> EdgeFeatures:
+    values = _in_order(_as_rows(edge_attr), edges)
+    return EdgeFeatures(values) if lin is None else EdgeFeatures(values, lin.weight, lin.bias)
+
+
+def _of_messages(
+    module: Any, read: Tensor, features: EdgeFeatures, eps: float, edges: Incidence
+) -> Tensor:
+    """Aggregated messages that depend on edge features, [C, F]."""
+    if type(module) is aggr.SoftmaxAggregation:
+        temperature = torch.as_tensor(module.t, dtype=read.dtype, device=read.device)
+        is_semi = module.semi_grad and not module.learn
+        return message_softmax(read, features, eps, temperature, edges, is_semi)
+    if type(module) is aggr.MaxAggregation:
+        raise NeedsMessagesError
+    found = message_sum(read, features, eps, edges)
+    is_mean = type(module) is aggr.MeanAggregation
+    return found / edges.offsets.diff().clamp(min=1)[:, None] if is_mean else found
+
+
+def _fits_gine(conv: Any) -> bool:
+    kinds = aggr.SumAggregation, aggr.MeanAggregation
+    return type(conv.aggr_module) in kinds and _maps_plainly(conv, "lin")
+
+
+def _gine(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
+    """GINEConv: messages ``relu(x_j + W e_ij + b)``."""
+    edges = block.incidence
+
+    def propagate(edge_index: Any, x: Any, edge_attr: Any, size: Any = None) -> Tensor:
+        given = x[0], _features(edge_attr, conv.lin, edges), 0.0
+        return _as_many(_of_messages(conv.aggr_module, *given, edges), x[1])
 
     return {"propagate": propagate}
 
@@ -94,8 +137,7 @@ def _softmax_sum(module: Any, rows: Tensor, edges: Incidence) -> Tensor:
     """``SoftmaxAggregation`` of the neighbours' rows [T, F].
 
     The exponents of its sums of ``exp(t x) x`` and ``exp(t x)`` are shifted by the largest ``t x``
-    of a column in the block, in place of that of each vertex's neighbours. Raises
-    ``NeedsMessagesError`` where a vertex's sum would vanish.
+    of a column in the block, in place of that of each vertex's neighbours.
     """
     scaled = rows * module.t
     largest = scaled.detach().amax(0, keepdim=True) if len(rows) else 0
@@ -103,14 +145,11 @@ def _softmax_sum(module: Any, rows: Tensor, edges: Incidence) -> Tensor:
     if module.semi_grad and not module.learn:
         weights = weights.detach()
     sums, totals = neighbour_sum(torch.cat([rows * weights, weights], 1), edges).chunk(2, 1)
-    is_read = (edges.offsets.diff() > 0)[:, None]
-    if bool(((totals < torch.finfo(rows.dtype).tiny ** _LEAST) & is_read).any()):
-        raise NeedsMessagesError
-    return sums / torch.where(is_read, totals, torch.ones_like(totals))
+    return sums / check_totals(totals, edges)
 
 
 def _fits_attention(conv: Any) -> bool:
-    return conv.aggr in ("add", "sum")
+    return conv.aggr in ("add", "sum") and _maps_plainly(conv, "lin_edge")
 
 
 def _edges_of(conv: Any, block: Block) -> Incidence:
@@ -141,34 +180,47 @@ def _weights(conv: Any, scores: Tensor, edges: Incidence, count: int) -> Tensor:
 
 
 def _gat(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
-    """GATConv with edge features, whose scores have one number for each edge and head anyway."""
+    """GATConv with edge features: a score is ``leaky_relu(s_j + t_i + e_ij (W att))``."""
     edges = _edges_of(conv, block)
 
-    def propagate(edge_index: Any, x: Any, alpha: Any, size: Any = None) -> Tensor:
-        return _as_many(weighted_sum(x[0], _in_order(alpha, edges), edges), x[1])
+    def edge_updater(
+        edge_index: Any, alpha: Any, edge_attr: Any = None, size: Any = None
+    ) -> Tensor:
+        read, reading = alpha
+        scores = read.index_select(0, edges.source)
+        if reading is not None:
+            scores = scores + reading.index_select(0, edges.target)
+        if edge_attr is not None:
+            weight = conv.lin_edge.weight.view(conv.heads, conv.out_channels, -1)
+            mapped = torch.einsum("hdk,hd->kh", weight, conv.att_edge[0])
+            scores = scores + _in_order(_as_rows(edge_attr), edges) @ mapped
+        return _weights(conv, F.leaky_relu(scores, conv.negative_slope), edges, block.size[1])
 
-    return {"propagate": propagate}
+    return {"edge_updater": edge_updater, "propagate": _weighing(edges)}
+
+
+def _weighing(edges: Incidence) -> Callable[..., Any]:
+    """The ``propagate`` of GATConv and GATv2Conv; ``alpha`` [E, H] in the order of ``edges``."""
+
+    def propagate(edge_index: Any, x: Any, alpha: Any, size: Any = None) -> Tensor:
+        return _as_many(weighted_sum(x[0], alpha, edges), x[1])
+
+    return propagate
 
 
 def _gat_v2(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
-    """GATv2Conv, whose ``edge_updater`` gives the weights in the order of ``Incidence``."""
+    """GATv2Conv: a score is ``att leaky_relu(x_j + x_i + W e_ij)``."""
     edges = _edges_of(conv, block)
 
     def edge_updater(edge_index: Any, x: Any, edge_attr: Any = None, size: Any = None) -> Tensor:
         weight = None
         if edge_attr is not None:
-            weight = conv.lin_edge.weight
-            edge_attr = _in_order(_as_rows(edge_attr), edges)
-        read, reading = x[0], x[1][: block.size[1]]
-        scores = additive_scores(
-            read, reading, edge_attr, weight, conv.att[0], edges, conv.negative_slope
-        )
-        return _weights(conv, scores, edges, len(reading))
+            weight, edge_attr = conv.lin_edge.weight, _in_order(_as_rows(edge_attr), edges)
+        reading = x[1][: block.size[1]]
+        given = x[0], reading, edge_attr, weight, conv.att[0], edges, conv.negative_slope
+        return _weights(conv, additive_scores(*given), edges, len(reading))
 
-    def propagate(edge_index: Any, x: Any, alpha: Any, size: Any = None) -> Tensor:
-        return _as_many(weighted_sum(x[0], alpha, edges), x[1])
-
-    return {"edge_updater": edge_updater, "propagate": propagate}
+    return {"edge_updater": edge_updater, "propagate": _weighing(edges)}
 
 
 def _transformer(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
@@ -292,6 +344,7 @@ def _sage(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
 
 _RULES: Mapping[type[nn.Module], tuple[Callable[[Any], bool], Rule]] = {
     pyg.GENConv: (_fits_gen, _gen),
+    pyg.GINEConv: (_fits_gine, _gine),
     pyg.GATConv: (_fits_attention, _gat),
     pyg.GATv2Conv: (_fits_attention, _gat_v2),
     pyg.TransformerConv: (_fits_attention, _transformer),

@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_gat_attention import block, draw_edges
+from torch import nn
 from torch_geometric import nn as pyg
 
-from gnnpipe.models.without_messages import NeedsMessagesError, fits, without_messages
+from gnnpipe.models.edge_messages import NeedsMessagesError
+from gnnpipe.models.without_messages import fits, without_messages
 
 DEGREES = torch.tensor([1, 4, 6, 3, 2])
 ALL = ["mean", "min", "max", "std", "var"]
@@ -30,6 +32,24 @@ CONVS = {
     "gen, sum": lambda: pyg.GENConv(6, 6, aggr="add", norm="layer"),
     "gen, mean": lambda: pyg.GENConv(6, 6, aggr="mean", norm="layer"),
     "gen, max": lambda: pyg.GENConv(6, 6, aggr="max", norm="layer"),
+    "gen with edge features": lambda: pyg.GENConv(6, 6, learn_t=True, norm="layer", edge_dim=5),
+    "gen, t by column, with edge features": lambda: pyg.GENConv(
+        6,
+        6,
+        aggr=pyg.aggr.SoftmaxAggregation(0.3, learn=True, channels=6),
+        norm="layer",
+        edge_dim=5,
+        bias=True,
+    ),
+    "gen, semi, with edge features": lambda: pyg.GENConv(
+        6, 6, aggr=pyg.aggr.SoftmaxAggregation(semi_grad=True), norm="layer", edge_dim=5
+    ),
+    "gen, mean, with edge features": lambda: pyg.GENConv(
+        6, 6, aggr="mean", norm="layer", edge_dim=5
+    ),
+    "gen with edge features, not mapped": lambda: pyg.GENConv(5, 5, norm="layer"),
+    "gine with edge features": lambda: pyg.GINEConv(nn.Linear(6, 4), train_eps=True, edge_dim=5),
+    "gine, mean, with edge features": lambda: pyg.GINEConv(nn.Linear(5, 4), eps=0.5, aggr="mean"),
     "gat with edge features": lambda: pyg.GATConv(6, 4, 3, edge_dim=5),
     "gatv2": lambda: pyg.GATv2Conv(6, 4, 3),
     "gatv2 with edge features": lambda: pyg.GATv2Conv(6, 4, 3, edge_dim=5, residual=True),
@@ -46,6 +66,9 @@ CONVS = {
     "pna, towers of all columns": lambda: pyg.PNAConv(6, 6, ALL, SCALERS, DEGREES, towers=2),
     "sage, max": lambda: pyg.SAGEConv(6, 4, aggr="max"),
 }
+
+NOT_MAPPED = ("gen with edge features, not mapped", "gine, mean, with edge features")
+"""Edge features are as wide as the rows."""
 
 
 def run(conv, name, given, edges, is_fused):
@@ -90,8 +113,9 @@ def test_rows_and_gradients_are_those_of_pyg(name, read, loops, is_sorted, is_pa
     order = torch.argsort(edges[1], stable=True) if is_sorted else torch.randperm(edges.shape[1])
     edges = edges[:, order]
     conv = CONVS[name]().double()
-    x, of_edges = torch.randn(read, 6).double(), torch.randn(edges.shape[1], 5).double()
-    own = torch.randn(reading, 6).double() if is_pair else None
+    width = 5 if name in NOT_MAPPED else 6
+    x, of_edges = torch.randn(read, width).double(), torch.randn(edges.shape[1], 5).double()
+    own = torch.randn(reading, width).double() if is_pair else None
     check(name, conv, (x, own, of_edges), edges)
 
 
@@ -139,7 +163,6 @@ def test_attention_takes_scores_far_apart():
 
 def test_other_settings_run_unchanged():
     assert fits(pyg.GENConv(4, 4))
-    assert not fits(pyg.GENConv(4, 4, edge_dim=2))
     assert not fits(pyg.GENConv(4, 4, aggr="powermean"))
     assert not fits(pyg.GENConv(4, 4, flow="target_to_source"))
     assert not fits(pyg.PNAConv(4, 4, ["mean"], ["identity"], DEGREES, pre_layers=2))

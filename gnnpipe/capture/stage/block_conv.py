@@ -26,9 +26,10 @@ from gnnpipe.capture.fx_names import EDGES, dropout_arguments, is_input
 from gnnpipe.capture.rules.attention import is_mapped
 from gnnpipe.capture.stage.step_calls import flat
 from gnnpipe.graph.blocks import Block
+from gnnpipe.models.edge_messages import NeedsMessagesError
 from gnnpipe.models.gat_attention import attend, is_additive
 from gnnpipe.models.rows import Rows
-from gnnpipe.models.without_messages import NeedsMessagesError, fits, without_messages
+from gnnpipe.models.without_messages import fits, without_messages
 from gnnpipe.ops.hashed_dropout import edge_keys
 
 
@@ -189,6 +190,8 @@ class BlockConv(nn.Module):
         given = [one for one in (*args, *call.kwargs.values()) if one is not None]
         self._is_plain = form is Form.PAIR and not self.carried and len(given) == 2
         """Whether the convolution is called on rows and edges alone."""
+        self.makes_no_messages = fits(*self._parts)
+        """Whether ``without_messages`` computes the convolution."""
         if form is Form.PAIR and len(self.pushed) != 1:
             raise TypeError("it reads several values of each vertex")
 
@@ -212,11 +215,6 @@ class BlockConv(nn.Module):
         width = heads * int(self.conv.out_channels)
         per_read_row = 0 if is_mapped(self.conv) else width
         return width + heads, per_edge, per_read_row, _structure_per_edge(self.conv)
-
-    @property
-    def makes_no_messages(self) -> bool:
-        """Whether ``without_messages`` computes the convolution."""
-        return fits(*self._parts)
 
     @property
     def structure_per_edge(self) -> int:
@@ -269,7 +267,7 @@ class BlockConv(nn.Module):
     def _convolve(self, block: Block, args: Any, kwargs: Any) -> Any:
         """Call the convolution, without messages where possible."""
         conv, is_propagate = self._parts
-        if block.is_fused and fits(conv, is_propagate):
+        if block.is_fused and self.makes_no_messages:
             rest = without_messages(conv, block)
             with suppress(NeedsMessagesError):
                 return (Propagate(rest) if is_propagate else rest)(*args, **kwargs)
