@@ -3,8 +3,9 @@
 The cost of an op is measured in floating-point operations of a dense product: its own dense
 products (that of sparse features by their stored entries), plus the time to read neighbours' rows
 and the time of row-wise work, converted by measured factors (docs/benchmarks/op_costs.md). GNNPipe
-splits layers by floating-point operations alone (arXiv 2308.10087, released code). Of equally
-balanced splits, the planner takes the one that sends the fewest values between stages.
+splits layers by floating-point operations alone (arXiv 2308.10087, released code). Of splits that
+are balanced almost equally well, the planner takes one that sends few values between stages: a cut
+inside a layer often sends twice as many as a cut between two layers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from gnnpipe.plan import ModelGraph, Op, Placement, Plan, RowWay, StagePlan
 from gnnpipe.plan.model_graph import EDGE_FLOPS, KEPT_FLOPS
 from gnnpipe.planner.planner import PLANNERS, GraphCounts, PlanRequest, Shape
 from gnnpipe.schedule import EXACT_SCHEDULE
+
+_SLACK = 0.05
+"""A slowest stage that is slower by this share counts as equally fast; costs are no more exact."""
 
 
 def op_costs(model: ModelGraph, graph: GraphCounts) -> list[float]:
@@ -56,8 +60,9 @@ def split_evenly(
         costs: Cost of each op.
         stages: Number of runs.
         cuts: Ops at which a run may begin, ascending.
-        widths: Total width of the values that cross each cut. Of equally balanced splits the one
-            with the smallest sum of widths is returned.
+        widths: Total width of the values that cross each cut. Only the narrowest cuts with which
+            the largest sum grows by ``_SLACK`` at most are used. Of equally balanced splits at
+            these, the one with the smallest sum of widths is returned.
 
     Returns:
         First op and one past the last op of each run.
@@ -66,9 +71,23 @@ def split_evenly(
     ((0, 3), (3, 4))
     """
     prefix = list(accumulate(costs, initial=0.0))
+    cuts, widths = _narrow_cuts(prefix, stages, cuts, widths)
     # Splits whose largest sums differ by rounding errors only count as equally balanced.
     limit = _smallest_limit(prefix, stages, cuts) + 1e-9 * prefix[-1]
     return tuple(pairwise((0, *_narrowest_cuts(prefix, stages, cuts, widths, limit), len(costs))))
+
+
+def _narrow_cuts(
+    prefix: Sequence[float], stages: int, cuts: Sequence[int], widths: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the cuts of at most the smallest width that suffices, and their widths."""
+    most = (1 + _SLACK) * _smallest_limit(prefix, stages, cuts)
+    for width in sorted(set(widths)):
+        narrow = [i for i, found in enumerate(widths) if found <= width]
+        chosen = [cuts[i] for i in narrow]
+        if len(chosen) >= stages - 1 and _smallest_limit(prefix, stages, chosen) <= most:
+            return chosen, [widths[i] for i in narrow]
+    return cuts, widths
 
 
 def _smallest_limit(prefix: Sequence[float], stages: int, cuts: Sequence[int]) -> float:

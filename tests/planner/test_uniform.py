@@ -35,9 +35,27 @@ def test_split_equals_brute_force(costs, data):
         for chosen in combinations(cuts, stages - 1)
     ]
     best = min(slowest(costs, split) for split, _ in splits)
-    assert slowest(costs, runs) == pytest.approx(best)
-    equal = [width for split, width in splits if slowest(costs, split) <= best * (1 + 1e-12)]
+    for most in sorted({0, *widths}):
+        narrow = [
+            (slowest(costs, split), total)
+            for split, total in splits
+            if all(widths[cuts.index(start)] <= most for start, _ in split[1:])
+        ]
+        if narrow and min(narrow)[0] <= best * 1.05:
+            break
+    fastest = min(narrow)[0]
+    assert slowest(costs, runs) == pytest.approx(fastest)
+    equal = [total for time, total in narrow if time <= fastest * (1 + 1e-12)]
     assert sum(widths[cuts.index(start)] for start, _ in runs[1:]) <= min(equal)
+
+
+def test_no_stage_begins_inside_a_layer_for_a_little_balance():
+    """Between two layers 8 numbers a row cross, inside of a layer 16."""
+    costs, cuts = [1.0, 3.1, 1.0, 3.0, 1.0, 3.0, 1.0, 3.0], range(1, 8)
+    widths = [8 if cut % 2 == 0 else 16 for cut in cuts]
+    assert split_evenly(costs, 2, cuts, widths) == ((0, 4), (4, 8))
+    uneven = [1.0, 1.0, 1.0, 1.0, 4.0, 4.0, 1.0, 1.0]
+    assert split_evenly(uneven, 2, cuts, widths) == ((0, 5), (5, 8))
 
 
 @pytest.mark.slow
