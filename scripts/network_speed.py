@@ -54,7 +54,6 @@ def contenders(hosts: int, chunks: int, model: str) -> dict[str, dict[str, Any]]
         found["hybrid"] = {"stages": hosts // 2, "shards": 2, "chunks": chunks}
     found["pipeline bf16"] = {**found["pipeline"], "comm_dtype": "bf16"}
     found["graph best"] = {**found["graph"], "is_best": True}
-    found["graph best bf16"] = {**found["graph best"], "comm_dtype": "bf16"}
     return found
 
 
@@ -191,7 +190,8 @@ def geometric(values: list[float]) -> float:
 def report(args: argparse.Namespace) -> None:
     every = sorted(read_cells(DATA).values(), key=lambda row: (row["graph"], row["model"]))
     best = [row for row in every if "graph best" in row["results"]]
-    rows = [row for row in every if row not in best]
+    alone = {row["cell"] for row in every if row not in best}
+    rows = [row for row in every if row not in best or row["cell"][: -len("|best")] not in alone]
     commits = sorted({row["commit"] for row in rows})
     text = [
         "# Slow networks: pipeline, graph parallel, hybrid",
@@ -290,7 +290,7 @@ def against_the_best(rows: list[dict[str, Any]]) -> list[str]:
     if not rows:
         return []
     keys = ["hosts", "Mbit/s", "layers", "graph", "model", "pipeline s", "graph s", "best s"]
-    keys += ["ratio", "pipeline bf16 s", "best bf16 s", "bf16: ratio"]
+    keys.append("ratio")
     lines = [
         "## Against the best graph parallelism",
         "",
@@ -298,31 +298,23 @@ def against_the_best(rows: list[dict[str, Any]]) -> list[str]:
         f"{max(row['date'] for row in rows)}. *Best* is graph parallelism with what "
         "`scripts/graph_parallel.py` gives it and gnnpipe by itself does not: the product with the "
         "rows of its own shard runs while the rows of other shards arrive, and shards are balanced "
-        "by the rows they receive. Same losses up to rounding. *bf16*: rows are sent with 16 bits. "
-        "The ratio is that of the faster of *graph* and *best* to the pipeline: four ranks share "
-        "two cores here, so a product under an exchange takes time from the exchange.",
+        "by the rows they receive. Same losses up to rounding. The ratio is that of the faster of "
+        "*graph* and *best* to the pipeline: four ranks share two cores here, so a product under "
+        "an exchange takes time from the exchange.",
         "",
         f"| {' | '.join(keys)} |",
         "|---" * len(keys) + "|",
     ]
-    ratios, rounded = [], []
+    ratios = []
     for row in sorted(rows, key=lambda row: (row["mbit"], row["layers"], row["graph"])):
         r = row["results"]
         assert all(v["sent"] == v["closed_form"] for v in r.values()), row["cell"]
         s = {name: seconds(found) for name, found in r.items()}
         ratios.append(min(s["graph"][0], s["graph best"][0]) / s["pipeline"][0])
-        rounded.append(s["graph best bf16"][0] / s["pipeline bf16"][0])
         cells = [row["hosts"], f"{row['mbit']:g}", row["layers"], row["graph"], row["model"]]
         cells += [spread(s[name]) for name in ("pipeline", "graph", "graph best")]
-        cells += [f"{ratios[-1]:.2f}"]
-        cells += [spread(s[name]) for name in ("pipeline bf16", "graph best bf16")]
-        lines.append(f"| {' | '.join(map(str, [*cells, f'{rounded[-1]:.2f}']))} |")
-    lines += [
-        "",
-        f"Ratio: {min(ratios):.2f} to {max(ratios):.2f}; with bf16 {min(rounded):.2f} to "
-        f"{max(rounded):.2f}; {len(rows)} cells.",
-        "",
-    ]
+        lines.append(f"| {' | '.join(map(str, [*cells, f'{ratios[-1]:.2f}']))} |")
+    lines += ["", f"Ratio: {min(ratios):.2f} to {max(ratios):.2f}; {len(rows)} cells.", ""]
     return lines
 
 
