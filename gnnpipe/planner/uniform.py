@@ -22,8 +22,9 @@ from gnnpipe.plan.model_graph import EDGE_FLOPS, KEPT_FLOPS
 from gnnpipe.planner.planner import PLANNERS, GraphCounts, PlanRequest, Shape
 from gnnpipe.schedule import EXACT_SCHEDULE
 
-_SLACK = 0.05
-"""A slowest stage that is slower by this share counts as equally fast; costs are no more exact."""
+_SLACK, _SAVING = 0.05, 0.75
+"""A slowest stage that is slower by this share counts as equally fast if at most so much is sent as
+before; costs are no more exact (docs/benchmarks/op_costs.md)."""
 
 
 def op_costs(model: ModelGraph, graph: GraphCounts) -> list[float]:
@@ -60,9 +61,9 @@ def split_evenly(
         costs: Cost of each op.
         stages: Number of runs.
         cuts: Ops at which a run may begin, ascending.
-        widths: Total width of the values that cross each cut. Only the narrowest cuts with which
-            the largest sum grows by ``_SLACK`` at most are used. Of equally balanced splits at
-            these, the one with the smallest sum of widths is returned.
+        widths: Total width of the values that cross each cut. Of equally balanced splits the one
+            with the smallest sum of widths is returned; or that of the narrowest cuts alone, if the
+            largest sum of costs grows by ``_SLACK`` at most and the widths shrink to ``_SAVING``.
 
     Returns:
         First op and one past the last op of each run.
@@ -71,23 +72,26 @@ def split_evenly(
     ((0, 3), (3, 4))
     """
     prefix = list(accumulate(costs, initial=0.0))
-    cuts, widths = _narrow_cuts(prefix, stages, cuts, widths)
-    # Splits whose largest sums differ by rounding errors only count as equally balanced.
-    limit = _smallest_limit(prefix, stages, cuts) + 1e-9 * prefix[-1]
-    return tuple(pairwise((0, *_narrowest_cuts(prefix, stages, cuts, widths, limit), len(costs))))
-
-
-def _narrow_cuts(
-    prefix: Sequence[float], stages: int, cuts: Sequence[int], widths: Sequence[int]
-) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the cuts of at most the smallest width that suffices, and their widths."""
+    width_of = dict(zip(cuts, widths, strict=True))
+    found = _balanced(prefix, stages, cuts, widths)
     most = (1 + _SLACK) * _smallest_limit(prefix, stages, cuts)
     for width in sorted(set(widths)):
-        narrow = [i for i, found in enumerate(widths) if found <= width]
-        chosen = [cuts[i] for i in narrow]
+        chosen = [cut for cut in cuts if width_of[cut] <= width]
         if len(chosen) >= stages - 1 and _smallest_limit(prefix, stages, chosen) <= most:
-            return chosen, [widths[i] for i in narrow]
-    return cuts, widths
+            narrow = _balanced(prefix, stages, chosen, [width_of[cut] for cut in chosen])
+            sums = [sum(width_of[cut] for cut in split) for split in (narrow, found)]
+            found = narrow if sums[0] <= _SAVING * sums[1] else found
+            break
+    return tuple(pairwise((0, *found, len(costs))))
+
+
+def _balanced(
+    prefix: Sequence[float], stages: int, cuts: Sequence[int], widths: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the cuts of the split with the smallest largest sum, and of such with least widths."""
+    # Splits whose largest sums differ by rounding errors only count as equally balanced.
+    limit = _smallest_limit(prefix, stages, cuts) + 1e-9 * prefix[-1]
+    return _narrowest_cuts(prefix, stages, cuts, widths, limit)
 
 
 def _smallest_limit(prefix: Sequence[float], stages: int, cuts: Sequence[int]) -> float:
