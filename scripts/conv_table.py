@@ -44,7 +44,7 @@ from gnnpipe.capture.edge_work.modules import EdgeModule  # noqa: E402
 from gnnpipe.capture.recording import Recording  # noqa: E402
 from gnnpipe.errors import InputError  # noqa: E402
 from gnnpipe.models.gat_attention import is_additive  # noqa: E402
-from gnnpipe.models.without_messages import fits  # noqa: E402
+from gnnpipe.models.without_messages import can_avoid_messages  # noqa: E402
 from gnnpipe.runtime.comm.mesh import Mesh  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "convolutions.md"
@@ -116,7 +116,9 @@ def described(found: Recording) -> tuple[str, str]:
     form = next(iter(forms.values()))
     words = {"pair": "called on a pair", "square": "called on the whole block"}[str(form)]
     convs = [m for m in found.model.modules() if isinstance(m, MessagePassing)]
-    is_known = any(fits(conv) or (form == "pair" and is_additive(conv)) for conv in convs)
+    is_known = any(
+        can_avoid_messages(conv) or (form == "pair" and is_additive(conv)) for conv in convs
+    )
     return "without messages" if is_known else "unchanged", f"{hops}, {words}"
 
 
@@ -195,8 +197,8 @@ def page() -> str:
         "chunk), as for bipartite graphs. *Called on the whole block*: it takes no pair, so it "
         "computes all rows of the block, and those of the chunk are kept.",
         "- *without messages*: runs on a block, by a "
-        "[kernel of gnnpipe](../adr/0024-attention-without-messages.md) that makes no tensor with "
-        "a row for each edge.",
+        "[kernel of gnnpipe](../adr/0061-convolutions-keep-no-messages.md) that stores no "
+        "messages.",
         "- *call by call*: the calls of its `forward` are recorded. Those that depend on the edges "
         "alone are [computed once](../adr/0038-work-on-edges-is-taken-out.md), and `propagate` "
         "runs on blocks.",

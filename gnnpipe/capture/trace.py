@@ -336,13 +336,9 @@ class _Tracer(fx.Tracer):
             del m.__dict__["propagate"], m.__dict__["edge_updater"]
 
     def is_dense_features(self, value: fx.Node) -> bool:
-        """Whether a value is the features of a vertex type, stored densely."""
-        if not is_input(value, FEATURES):
-            return False
-        number = input_number(value)
-        types = self._types
-        name = "" if number is None or types is None else types.names[number]
-        return not sp.issparse(self._graph.features(name))
+        """Whether a value is the dense features of a graph with one vertex type."""
+        one_type = self._types is None
+        return one_type and is_input(value, FEATURES) and not sp.issparse(self._graph.x)
 
     def _make(
         self, of: nn.Module, conv: nn.Module, read: Any, reading: Any, edges: Any, **carried: Any

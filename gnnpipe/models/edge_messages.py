@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gnnpipe.graph.blocks import Incidence
-from gnnpipe.models.neighbour_rows import add_to, edge_blocks
+from gnnpipe.models.neighbour_rows import NeedsMessagesError, add_to, edge_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +29,6 @@ class EdgeFeatures:
     """[F, K]"""
     bias: Tensor | None = None
     """[F]"""
-
-
-class NeedsMessagesError(Exception):
-    """Only with messages can a convolution compute these rows."""
 
 
 def message_sum(read: Tensor, features: EdgeFeatures, eps: float, edges: Incidence) -> Tensor:
@@ -78,11 +74,12 @@ _LEAST = 0.6
 def check_totals(totals: Tensor, edges: Incidence) -> Tensor:
     """Return a softmax's ``totals`` [C, F], 1 without an edge.
 
-    Raises ``NeedsMessagesError`` if the number type cannot hold a total: its exponents are shifted
-    by one number for all targets, and lie far below it.
+    Raises ``NeedsMessagesError`` if the number type cannot hold a total (its exponents are shifted
+    by one number for all targets, and lie far below it), or if a total is NaN.
     """
     is_read = (edges.offsets.diff() > 0)[:, None]
-    if bool(((totals < torch.finfo(totals.dtype).tiny ** _LEAST) & is_read).any()):
+    is_held = totals >= torch.finfo(totals.dtype).tiny ** _LEAST
+    if bool((is_read & ~is_held).any()):
         raise NeedsMessagesError
     return torch.where(is_read, totals, torch.ones_like(totals))
 

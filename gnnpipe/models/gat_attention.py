@@ -137,11 +137,13 @@ def _bags(
 def is_unchanged(conv: MessagePassing) -> bool:
     """Whether a convolution sends from source to target, without hooks or overrides."""
     replaced = {"forward", "message", "edge_update", "edge_updater", "propagate", "aggregate"}
+    replaced |= {"update", "message_and_aggregate"}
     return (
         not any(hooks for name, hooks in vars(conv).items() if name.endswith("_hooks"))
         and not conv.explain
         and not replaced & vars(conv).keys()
         and conv.flow == "source_to_target"
+        and conv.decomposed_layers == 1
     )
 
 

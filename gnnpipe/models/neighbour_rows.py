@@ -20,8 +20,13 @@ from torch import Tensor
 from gnnpipe.graph.blocks import Incidence
 from gnnpipe.ops.spmm import bag_sums
 
-_BLOCK_NUMBERS = 1 << 18
-"""Numbers of the rows of both ends that are computed at a time."""
+_BLOCK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Numbers of the rows that are computed at a time, by device: on a CPU they stay in the cache, and
+a GPU needs few kernels."""
+
+
+class NeedsMessagesError(Exception):
+    """Raised where sums and maxima by bags would differ from those of messages."""
 
 
 def neighbour_sum(rows: Tensor, edges: Incidence) -> Tensor:
@@ -32,14 +37,22 @@ def neighbour_sum(rows: Tensor, edges: Incidence) -> Tensor:
 
 def neighbour_mean(rows: Tensor, edges: Incidence) -> Tensor:
     """Return the means [C, F] of the neighbours' ``rows`` [T, F]; 0 without a neighbour."""
-    return neighbour_sum(rows, edges) / edges.offsets.diff().clamp(min=1)[:, None]
+    return mean_of(neighbour_sum(rows, edges), edges)
+
+
+def mean_of(sums: Tensor, edges: Incidence) -> Tensor:
+    """Return ``sums`` [C, F] over the edges into each target divided by their number."""
+    return sums / edges.offsets.diff().clamp(min=1)[:, None]
 
 
 def neighbour_max(rows: Tensor, edges: Incidence) -> Tensor:
     """Return the largest of the neighbours' ``rows`` [T, F] by column, [C, F]; 0 without any.
 
-    As in torch's ``scatter_reduce``, equal maxima share the gradient.
+    As in torch's ``scatter_reduce``, equal maxima share the gradient, among them the 0 that it
+    begins with. Raises ``NeedsMessagesError`` for rows that are not finite: bags lose NaN.
     """
+    if not bool(rows.detach().isfinite().all()):
+        raise NeedsMessagesError
     found: Tensor = _Max.apply(rows, edges)  # type: ignore[no-untyped-call]
     return found
 
@@ -92,8 +105,8 @@ def _sums_by_source(rows: Tensor, edges: Incidence) -> Tensor:
 
 
 def edge_blocks(edges: Incidence, width: int) -> Iterator[slice]:
-    """Yield ranges of edges, whose rows of ``width`` columns stay in the cache."""
-    step = max(_BLOCK_NUMBERS // max(width, 1), 1)
+    """Yield ranges of edges whose rows of ``width`` columns are computed at a time."""
+    step = max(_BLOCK_NUMBERS[edges.source.device.type] // max(width, 1), 1)
     for start in range(0, len(edges.source), step):
         yield slice(start, start + step)
 
@@ -129,7 +142,7 @@ class _Max(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         rows, out = ctx.saved_tensors
         edges: Incidence = ctx.edges
-        count, found = torch.zeros_like(out), torch.zeros_like(rows)
+        count, found = (out == 0).to(out.dtype), torch.zeros_like(rows)
         for block in edge_blocks(edges, rows.shape[1]):
             is_largest = _are_largest(rows, out, edges, block)
             add_to(count, edges.target[block], is_largest)

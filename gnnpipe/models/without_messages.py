@@ -23,17 +23,12 @@ from torch_geometric.nn import aggr
 from torch_geometric.utils import softmax
 
 from gnnpipe.graph.blocks import Block, Incidence
-from gnnpipe.models.edge_messages import (
-    EdgeFeatures,
-    NeedsMessagesError,
-    check_totals,
-    message_softmax,
-    message_sum,
-)
+from gnnpipe.models.edge_messages import EdgeFeatures, check_totals, message_softmax, message_sum
 from gnnpipe.models.gat_attention import is_unchanged
 from gnnpipe.models.neighbour_rows import (
     additive_scores,
     dot_scores,
+    mean_of,
     neighbour_max,
     neighbour_mean,
     neighbour_sum,
@@ -44,25 +39,44 @@ Rule = Callable[[Any, Block], dict[str, Callable[..., Any]]]
 """Returns methods that replace those of a convolution on a block."""
 
 
-def fits(conv: nn.Module, is_propagate: bool = False) -> bool:
-    """Whether ``without_messages`` computes a convolution; ``is_propagate``: that method alone."""
+def can_avoid_messages(
+    conv: nn.Module, is_propagate: bool = False, reads_edges: bool = False
+) -> bool:
+    """Whether ``without_messages`` computes a convolution.
+
+    ``is_propagate``: only its ``propagate`` is called; ``reads_edges``: with edge features.
+    """
     if not isinstance(conv, pyg.MessagePassing) or not is_unchanged(conv):
         return False
     if is_propagate and type(conv) in (pyg.GATConv, pyg.GATv2Conv):
         return False  # its weights are made by ``edge_updater``
-    return type(conv) in _RULES and _RULES[type(conv)][0](conv)
+    return type(conv) in _RULES and _RULES[type(conv)][0](conv, reads_edges)
 
 
 def without_messages(conv: nn.Module, block: Block) -> pyg.MessagePassing:
-    """Return a convolution that ``fits`` with methods that make no messages on a block.
+    """Return a convolution, which ``can_avoid_messages``, with methods that make none on a block.
 
-    Its call raises ``NeedsMessagesError`` where only ``conv`` itself can compute the rows: its
-    messages read edge features, or the number type cannot hold the sums.
+    Its call raises ``NeedsMessagesError`` where only ``conv`` itself computes the same rows.
     """
-    assert fits(conv)
     rest: pyg.MessagePassing = copy.copy(conv)
     vars(rest).update(_RULES[type(conv)][1](conv, block))
     return rest
+
+
+def is_plain_linear(module: Any) -> bool:
+    """Whether a module is a Linear of torch or PyG without hooks or parametrisation."""
+    is_linear = type(module) in (nn.Linear, pyg.Linear)
+    return is_linear and not _has_hooks(module) and not hasattr(module, "parametrizations")
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a module, or one in it, has hooks."""
+    return any(
+        hooks
+        for one in module.modules()
+        for name, hooks in vars(one).items()
+        if name.endswith("_hooks")
+    )
 
 
 def _as_many(out: Tensor, reading: Tensor | None) -> Tensor:
@@ -71,15 +85,18 @@ def _as_many(out: Tensor, reading: Tensor | None) -> Tensor:
     return F.pad(out, (0, 0) * (out.dim() - 1) + (0, more)) if more else out
 
 
-def _fits_gen(conv: Any) -> bool:
-    kind = type(conv.aggr_module)
-    return kind in (*_PLAIN, aggr.SoftmaxAggregation) and _maps_plainly(conv, "lin_edge")
+def _fits_gen(conv: Any, reads_edges: bool) -> bool:
+    kinds = [*_PLAIN, aggr.SoftmaxAggregation]
+    if reads_edges:
+        kinds.remove(aggr.MaxAggregation)
+    is_known = type(conv.aggr_module) in kinds and not _has_hooks(conv.aggr_module)
+    return is_known and _maps_plainly(conv, "lin_edge")
 
 
 def _maps_plainly(conv: Any, name: str) -> bool:
     """Whether a convolution's map of edge features, if it has one, is a plain Linear."""
     lin = getattr(conv, name, None)
-    return lin is None or _is_plain_linear(lin)
+    return lin is None or is_plain_linear(lin)
 
 
 def _gen(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
@@ -105,21 +122,19 @@ def _features(edge_attr: Tensor, lin: Any, edges: Incidence) -> EdgeFeatures:
 def _of_messages(
     module: Any, read: Tensor, features: EdgeFeatures, eps: float, edges: Incidence
 ) -> Tensor:
-    """Aggregated messages that depend on edge features, [C, F]."""
+    """Aggregated messages that depend on edge features, [C, F]; ``read`` [T, F]."""
     if type(module) is aggr.SoftmaxAggregation:
         temperature = torch.as_tensor(module.t, dtype=read.dtype, device=read.device)
         is_semi = module.semi_grad and not module.learn
         return message_softmax(read, features, eps, temperature, edges, is_semi)
-    if type(module) is aggr.MaxAggregation:
-        raise NeedsMessagesError
     found = message_sum(read, features, eps, edges)
-    is_mean = type(module) is aggr.MeanAggregation
-    return found / edges.offsets.diff().clamp(min=1)[:, None] if is_mean else found
+    return mean_of(found, edges) if type(module) is aggr.MeanAggregation else found
 
 
-def _fits_gine(conv: Any) -> bool:
+def _fits_gine(conv: Any, reads_edges: bool) -> bool:
     kinds = aggr.SumAggregation, aggr.MeanAggregation
-    return type(conv.aggr_module) in kinds and _maps_plainly(conv, "lin")
+    is_known = type(conv.aggr_module) in kinds and not _has_hooks(conv.aggr_module)
+    return is_known and reads_edges and _maps_plainly(conv, "lin")
 
 
 def _gine(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
@@ -148,8 +163,16 @@ def _softmax_sum(module: Any, rows: Tensor, edges: Incidence) -> Tensor:
     return sums / check_totals(totals, edges)
 
 
-def _fits_attention(conv: Any) -> bool:
-    return conv.aggr in ("add", "sum") and _maps_plainly(conv, "lin_edge")
+def _fits_attention(conv: Any, reads_edges: bool) -> bool:
+    lin = conv.lin_edge
+    is_plain = lin is None or (is_plain_linear(lin) and lin.bias is None)
+    return conv.aggr in ("add", "sum") and not _has_hooks(conv.aggr_module) and is_plain
+
+
+def _fits_transformer(conv: Any, reads_edges: bool) -> bool:
+    # Products of features and heads would take as much memory as messages.
+    is_wide = reads_edges and (conv.lin_edge is None or 2 * conv.edge_dim > conv.out_channels)
+    return _fits_attention(conv, reads_edges) and not is_wide
 
 
 def _edges_of(conv: Any, block: Block) -> Incidence:
@@ -190,7 +213,8 @@ def _gat(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
         scores = read.index_select(0, edges.source)
         if reading is not None:
             scores = scores + reading.index_select(0, edges.target)
-        if edge_attr is not None:
+        # As in PyG, features without a map do not count.
+        if edge_attr is not None and conv.lin_edge is not None:
             weight = conv.lin_edge.weight.view(conv.heads, conv.out_channels, -1)
             mapped = torch.einsum("hdk,hd->kh", weight, conv.att_edge[0])
             scores = scores + _in_order(_as_rows(edge_attr), edges) @ mapped
@@ -230,8 +254,6 @@ def _transformer(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
     def propagate(
         edge_index: Any, query: Any, key: Any, value: Any, edge_attr: Any = None, size: Any = None
     ) -> Tensor:
-        if edge_attr is not None and conv.lin_edge is None:
-            raise NeedsMessagesError
         reading = query[: block.size[1]]
         scores = dot_scores(key, reading, edges)
         weight, features = None, None
@@ -252,25 +274,17 @@ def _transformer(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
     return {"propagate": propagate}
 
 
-def _fits_pna(conv: Any) -> bool:
-    if conv.edge_dim is not None or type(conv.aggr_module) is not aggr.DegreeScalerAggregation:
+def _fits_pna(conv: Any, reads_edges: bool) -> bool:
+    scaled = conv.aggr_module
+    if reads_edges or conv.edge_dim is not None or _has_hooks(scaled):
         return False
-    several = conv.aggr_module.aggr
     return (
-        type(several) is aggr.MultiAggregation
-        and several.mode == "cat"
-        and all(type(one) in _OF_SHIFTED for one in several.aggrs)
-        and all(len(one) == 1 and _is_plain_linear(one[0]) for one in conv.pre_nns)
-    )
-
-
-def _is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is a Linear of torch or PyG without hooks or parametrisation."""
-    hooks = any(found for name, found in vars(module).items() if name.endswith("_hooks"))
-    return (
-        type(module) in (nn.Linear, pyg.Linear)
-        and not hooks
-        and not hasattr(module, "parametrizations")
+        type(scaled) is aggr.DegreeScalerAggregation
+        and type(scaled.aggr) is aggr.MultiAggregation
+        and scaled.aggr.mode == "cat"
+        and all(type(one) in _OF_SHIFTED for one in scaled.aggr.aggrs)
+        and all(len(one) == 1 and is_plain_linear(one[0]) for one in conv.pre_nns)
+        and not _has_hooks(conv.pre_nns)
     )
 
 
@@ -292,6 +306,7 @@ def _pna(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
             _OF_SHIFTED[type(one)](one, v, u, edges).view(count, len(maps), -1)
             for one in conv.aggr_module.aggr.aggrs
         ]
+        # PyG's own scaling by degree, of what has been aggregated here.
         scaled = copy.copy(conv.aggr_module)
         scaled._modules = {}
         joined = torch.cat(found, -1)
@@ -329,8 +344,9 @@ _PLAIN: Mapping[type[nn.Module], Callable[[Tensor, Incidence], Tensor]] = {
 }
 
 
-def _fits_sage(conv: Any) -> bool:
-    return type(conv.aggr_module) is aggr.MaxAggregation
+def _fits_sage(conv: Any, reads_edges: bool) -> bool:
+    is_max = type(conv.aggr_module) is aggr.MaxAggregation
+    return is_max and not _has_hooks(conv.aggr_module) and not reads_edges
 
 
 def _sage(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
@@ -342,12 +358,12 @@ def _sage(conv: Any, block: Block) -> dict[str, Callable[..., Any]]:
     return {"propagate": propagate}
 
 
-_RULES: Mapping[type[nn.Module], tuple[Callable[[Any], bool], Rule]] = {
+_RULES: Mapping[type[nn.Module], tuple[Callable[[Any, bool], bool], Rule]] = {
     pyg.GENConv: (_fits_gen, _gen),
     pyg.GINEConv: (_fits_gine, _gine),
     pyg.GATConv: (_fits_attention, _gat),
     pyg.GATv2Conv: (_fits_attention, _gat_v2),
-    pyg.TransformerConv: (_fits_attention, _transformer),
+    pyg.TransformerConv: (_fits_transformer, _transformer),
     pyg.PNAConv: (_fits_pna, _pna),
     pyg.SAGEConv: (_fits_sage, _sage),
 }

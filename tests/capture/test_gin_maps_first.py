@@ -74,3 +74,15 @@ def test_losses_are_those_of_plain_pyg(shape):
     found = run_ranks(losses_on_ranks, shape[0] * shape[1], shape)
     for losses in found:
         assert losses == pytest.approx(truth, rel=1e-9)
+
+
+def test_a_perceptron_may_be_a_function():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.out = GINConv(torch.relu), nn.Linear(WIDE, CLASSES)
+
+        def forward(self, x, edge_index):
+            return self.out(self.conv(x, edge_index))
+
+    assert pushed(Plain(), True) == []

@@ -11,8 +11,8 @@ from test_gat_attention import block, draw_edges
 from torch import nn
 from torch_geometric import nn as pyg
 
-from gnnpipe.models.edge_messages import NeedsMessagesError
-from gnnpipe.models.without_messages import fits, without_messages
+from gnnpipe.models.neighbour_rows import NeedsMessagesError
+from gnnpipe.models.without_messages import can_avoid_messages, without_messages
 
 DEGREES = torch.tensor([1, 4, 6, 3, 2])
 ALL = ["mean", "min", "max", "std", "var"]
@@ -128,6 +128,69 @@ def test_equal_rows_share_the_gradient_of_a_maximum(name):
     check(name, CONVS[name]().double(), (x, own, None), draw_edges(20, 20, 90, 0, loops=True))
 
 
+@pytest.mark.parametrize("name", ["sage, max", "gen, max", "pna"])
+def test_a_maximum_of_zero_shares_the_gradient_with_the_zero_that_torch_begins_with(name):
+    torch.manual_seed(0)
+    x = torch.randn(20, 6).double().clamp(max=0)
+    own = None if name == "pna" else torch.randn(20, 6).double()
+    check(name, CONVS[name]().double(), (x, own, None), draw_edges(20, 20, 90, 0, loops=True))
+
+
+@pytest.mark.parametrize("name", ["gat with edge features", "gatv2 with edge features"])
+def test_edge_features_of_one_dimension(name):
+    torch.manual_seed(0)
+    kind = pyg.GATConv if name.startswith("gat ") else pyg.GATv2Conv
+    edges = draw_edges(20, 9, 50, 0, loops=False)
+    given = torch.randn(20, 6).double(), torch.randn(9, 6).double()
+    check(
+        name,
+        kind(6, 4, 3, edge_dim=1).double(),
+        (*given, torch.rand(edges.shape[1]).double()),
+        edges,
+    )
+
+
+def test_edge_features_that_gat_does_not_map_do_not_count():
+    torch.manual_seed(0)
+    edges = draw_edges(20, 9, 50, 0, loops=False)
+    given = torch.randn(20, 6).double(), torch.randn(9, 6).double()
+    features = torch.randn(edges.shape[1], 5).double()
+    check("gat with edge features", pyg.GATConv(6, 4, 3).double(), (*given, features), edges)
+
+
+@pytest.mark.parametrize("name", ["gatv2 with edge features", "gen", "sage, max", "transformer"])
+def test_all_rows_of_the_block_as_targets(name):
+    """As a block is called whose convolution takes no pair: results of own rows are kept."""
+    torch.manual_seed(0)
+    conv, edges = CONVS[name]().double(), draw_edges(20, 9, 50, 0, loops=True)
+    x, more = torch.randn(20, 6).double(), ()
+    if "edge" in name:
+        more = (torch.randn(edges.shape[1], 5).double(),)
+    called = without_messages(conv, block(edges, (20, 9)))
+    found, truth = called(x, edges, *more), conv(x, edges, *more)
+    torch.testing.assert_close(found[:9], truth[:9], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", [name for name in CONVS if "edge" not in name])
+def test_in_float32_rows_are_as_near_as_two_orders_of_the_edges(name):
+    torch.manual_seed(0)
+    conv, edges = CONVS[name](), draw_edges(30, 30, 300, 0, loops=True)
+    x = torch.randn(30, 6)
+    given = (x,) if "pna" in name else ((x, x),)
+    more = (torch.randn(edges.shape[1], 5),) if "no loops" in name else ()
+    found = without_messages(conv, block(edges, (30, 30)))(*given, edges, *more)
+    torch.testing.assert_close(found, conv(*given, edges, *more), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gen", "sage, max"])
+def test_rows_that_are_not_finite_are_left_to_pyg(name):
+    conv, edges = CONVS[name](), draw_edges(20, 20, 90, 0, loops=True)
+    x = torch.randn(20, 6)
+    x[3, 2] = torch.nan
+    with pytest.raises(NeedsMessagesError):
+        without_messages(conv, block(edges, (20, 20)))((x, x), edges)
+
+
 @pytest.mark.parametrize("name", ["gatv2 with edge features", "transformer"])
 @pytest.mark.parametrize("is_sorted", [True, False])
 def test_dropout_is_that_of_the_edges_as_given(name, is_sorted, monkeypatch):
@@ -162,21 +225,30 @@ def test_attention_takes_scores_far_apart():
 
 
 def test_other_settings_run_unchanged():
-    assert fits(pyg.GENConv(4, 4))
-    assert not fits(pyg.GENConv(4, 4, aggr="powermean"))
-    assert not fits(pyg.GENConv(4, 4, flow="target_to_source"))
-    assert not fits(pyg.PNAConv(4, 4, ["mean"], ["identity"], DEGREES, pre_layers=2))
-    assert not fits(pyg.PNAConv(4, 4, ["mean"], ["identity"], DEGREES, edge_dim=2))
-    assert not fits(pyg.PNAConv(4, 4, ["median"], ["identity"], DEGREES))
-    assert not fits(pyg.SAGEConv(4, 4))
-    assert not fits(type("Mine", (pyg.GATv2Conv,), {})(4, 4))
+    assert can_avoid_messages(pyg.GENConv(4, 4))
+    assert not can_avoid_messages(pyg.GENConv(4, 4, aggr="powermean"))
+    assert not can_avoid_messages(pyg.GENConv(4, 4, flow="target_to_source"))
+    assert not can_avoid_messages(pyg.PNAConv(4, 4, ["mean"], ["identity"], DEGREES, pre_layers=2))
+    assert not can_avoid_messages(pyg.PNAConv(4, 4, ["mean"], ["identity"], DEGREES, edge_dim=2))
+    assert not can_avoid_messages(pyg.PNAConv(4, 4, ["median"], ["identity"], DEGREES))
+    assert not can_avoid_messages(pyg.SAGEConv(4, 4))
+    assert not can_avoid_messages(pyg.GENConv(4, 4, aggr="max"), reads_edges=True)
+    assert not can_avoid_messages(pyg.TransformerConv(4, 4, edge_dim=4), reads_edges=True)
+    assert not can_avoid_messages(pyg.TransformerConv(4, 4), reads_edges=True)
+    assert not can_avoid_messages(pyg.TransformerConv(4, 4, decomposed_layers=2))
+    biased, inside = pyg.GATv2Conv(4, 4, edge_dim=2), pyg.GENConv(4, 4)
+    biased.lin_edge = nn.Linear(2, 4)
+    inside.aggr_module.register_forward_hook(lambda *given: None)
+    assert not can_avoid_messages(biased, reads_edges=True)
+    assert not can_avoid_messages(inside)
+    assert not can_avoid_messages(type("Mine", (pyg.GATv2Conv,), {})(4, 4))
     replaced, watched, changed = (pyg.GATv2Conv(4, 4) for _ in range(3))
     replaced.message = lambda x_j, alpha: x_j
     watched.register_propagate_forward_hook(lambda *given: None)
     changed.register_forward_hook(lambda *given: None)
-    assert not fits(replaced)
-    assert not fits(watched)
-    assert not fits(changed)
+    assert not can_avoid_messages(replaced)
+    assert not can_avoid_messages(watched)
+    assert not can_avoid_messages(changed)
 
 
 def test_a_message_is_never_made():

@@ -26,6 +26,7 @@ from gnnpipe.capture.stage.row_work import mixed_map
 from gnnpipe.capture.stage.step_calls import HOOKS
 from gnnpipe.graph.graph import EDGE_DATA
 from gnnpipe.graph.operators import RELATION
+from gnnpipe.models.without_messages import is_plain_linear
 
 Rule = Callable[..., Any]
 """Maps (convolution, its arguments by name without edges) to its result. ``edge_weight`` is None or
@@ -118,7 +119,8 @@ def gin(conv: Any, x: Any, edge_weight: Any = None) -> Any:
     aggregated = _reduction(conv, edge_weight)
     modules: list[Any] = [*conv.nn] if type(conv.nn) is nn.Sequential and conv.nn else [conv.nn]
     lin, *rest = modules
-    if any(getattr(conv.nn, name) for name in HOOKS) or not _is_narrowing(lin, x):
+    has_hooks = isinstance(conv.nn, nn.Module) and any(getattr(conv.nn, h) for h in HOOKS)
+    if has_hooks or not _is_narrowing(lin, x):
         out = aggregated(x)
         return conv.nn(out if own is None else out + (1 + conv.eps) * own)
     rows = nn.functional.linear(x, lin.weight)
@@ -137,7 +139,7 @@ def _is_narrowing(module: Any, x: Any) -> bool:
 
     Dense features are better aggregated once before training.
     """
-    if type(module) not in (nn.Linear, pyg.Linear) or any(getattr(module, h) for h in HOOKS):
+    if not is_plain_linear(module):
         return False
     width_out, width_in = module._parameters["weight"].shape
     return width_out < width_in and not x.tracer.is_dense_features(x.node)

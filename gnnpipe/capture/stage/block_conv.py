@@ -26,10 +26,10 @@ from gnnpipe.capture.fx_names import EDGES, dropout_arguments, is_input
 from gnnpipe.capture.rules.attention import is_mapped
 from gnnpipe.capture.stage.step_calls import flat
 from gnnpipe.graph.blocks import Block
-from gnnpipe.models.edge_messages import NeedsMessagesError
 from gnnpipe.models.gat_attention import attend, is_additive
+from gnnpipe.models.neighbour_rows import NeedsMessagesError
 from gnnpipe.models.rows import Rows
-from gnnpipe.models.without_messages import fits, without_messages
+from gnnpipe.models.without_messages import can_avoid_messages, without_messages
 from gnnpipe.ops.hashed_dropout import edge_keys
 
 
@@ -190,7 +190,7 @@ class BlockConv(nn.Module):
         given = [one for one in (*args, *call.kwargs.values()) if one is not None]
         self._is_plain = form is Form.PAIR and not self.carried and len(given) == 2
         """Whether the convolution is called on rows and edges alone."""
-        self.makes_no_messages = fits(*self._parts)
+        self.can_avoid_messages = can_avoid_messages(*self._parts, reads_edges=bool(self.carried))
         """Whether ``without_messages`` computes the convolution."""
         if form is Form.PAIR and len(self.pushed) != 1:
             raise TypeError("it reads several values of each vertex")
@@ -219,7 +219,7 @@ class BlockConv(nn.Module):
     @property
     def structure_per_edge(self) -> int:
         """Bytes for each edge beyond its two ends."""
-        return _structure_per_edge(self._parts[0]) if self.makes_no_messages else 0
+        return _structure_per_edge(self._parts[0]) if self.can_avoid_messages else 0
 
     @property
     def _parts(self) -> tuple[nn.Module, bool]:
@@ -267,7 +267,7 @@ class BlockConv(nn.Module):
     def _convolve(self, block: Block, args: Any, kwargs: Any) -> Any:
         """Call the convolution, without messages where possible."""
         conv, is_propagate = self._parts
-        if block.is_fused and self.makes_no_messages:
+        if block.is_fused and self.can_avoid_messages:
             rest = without_messages(conv, block)
             with suppress(NeedsMessagesError):
                 return (Propagate(rest) if is_propagate else rest)(*args, **kwargs)

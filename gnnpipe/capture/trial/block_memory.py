@@ -38,7 +38,8 @@ def block_memory(
     leaf = received.detach().clone().requires_grad_()
     mine = None if own is None else own.detach().clone().requires_grad_()
     given = {storage_address(t) for t in (*conv.parameters(), leaf) if t.numel()}
-    given |= set() if mine is None else {storage_address(mine)}
+    # The values of edges are counted where they are made.
+    given |= {storage_address(t) for t in (mine, *carried) if isinstance(t, Tensor) and t.numel()}
     with recorded_saved_tensors(lambda t: storage_address(t) not in given) as saved:
         conv(leaf, block, rows, mine, carried)
     found = dict.fromkeys((count, read), 0)

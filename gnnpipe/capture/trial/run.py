@@ -212,7 +212,7 @@ class SampleRun:
             try:
                 block_conv = BlockConv(conv, call, shapes, form, kinds.found, 0, self.of_edges)
                 if all(self._agrees(block_conv, index, rows, whole, half) for half in (0, 1)):
-                    if block_conv.makes_no_messages:
+                    if block_conv.can_avoid_messages:
                         given = self._half(block_conv, index, rows, 0)[0]
                         self.block_memory[call] = block_memory(block_conv, *given)
                     break
