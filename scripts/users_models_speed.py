@@ -161,8 +161,8 @@ def report() -> None:
         "*Evened out*: plain PyG in gnnpipe's order of the vertices, with sparse features "
         "multiplied by the first linear maps, and for GCN, SAGE, GIN and classic a product with a "
         "kept transpose in place of messages (`scripts/users_models.py`). Ratios: the peer's time "
-        "over ours. In training gnnpipe computes what follows the last aggregation, and GCN's, "
-        "SAGE's and GIN's last aggregation, for the training vertices only (60 % of all). "
+        "over ours. In training gnnpipe computes the last layer of GCN and SAGE for the training "
+        "vertices only (60 % of all). "
         "Attention, DeeperGCN and PNA on ego_twitter are left out: PyG's messages of two "
         "contenders do not fit into 24 GiB.",
         "",
