@@ -205,7 +205,9 @@ def report(args: argparse.Namespace) -> None:
         "every cell. *Exposed*: the share of the pipeline's communication time that was waited "
         "for. Four ranks share two cores, so compute weighs twice as much as on four machines. "
         "*Imbalance*: the share of the graph-parallel epoch that a rank waits for other shards, "
-        "whose boundaries METIS does not make equal.",
+        "whose boundaries METIS does not make equal. Machines differ in speed from commit to "
+        "commit: compare within a row. A rebase replaced commit e8f7482f: its gnnpipe is that of "
+        "d73bc244 before the planner preferred cuts between layers.",
         "",
         *against_the_best(best),
     ]
