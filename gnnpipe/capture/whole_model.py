@@ -17,7 +17,7 @@ from gnnpipe.capture.call import called, method_of
 from gnnpipe.capture.fx_names import by_argument, fields_of
 from gnnpipe.capture.preserve import detached_copy, unchanged
 from gnnpipe.capture.signature import edge_inputs
-from gnnpipe.capture.trial.sample_graph import make_sample
+from gnnpipe.capture.trial.sample_graph import Sample, make_sample
 from gnnpipe.errors import InputError
 from gnnpipe.graph.adjacency import adjacency_tensor
 from gnnpipe.graph.graph import Graph
@@ -179,16 +179,35 @@ def _checked(found: Any, model: WholeModel) -> Tensor:
     )
 
 
-def _check_num_features(fault: str, graph: Graph) -> None:
-    """Raises ``InputError`` if a product has failed because the graph has other features."""
+def check_widths(module: nn.Module, graph: Graph) -> None:
+    """Raises ``InputError`` if a model is built for another width of features or edge features."""
+    names = edge_inputs(module, method_of(module, graph), graph)
+    with unchanged(module):
+        sample = make_sample(module, graph, names)
+        tried = detached_copy(module).float().train()
+        try:
+            with torch.no_grad():
+                sample.call(tried, method_of(module, graph), torch.float32)
+        except InputError as error:
+            _raise_if_of_width(str(error), sample, graph)
+
+
+def _raise_if_of_width(fault: str, sample: Sample, graph: Graph) -> None:
+    """``fault``: why plain PyG fails on ``sample``."""
     shapes = re.search(r"\((\d+)x(\d+) and (\d+)x(\d+)\)", fault)
     if shapes is None or graph.types is not None:
         return
-    given, taken = int(shapes[2]), int(shapes[3])
-    if given == graph.num_features:
+    rows, given, taken = (int(shapes[i]) for i in (1, 2, 3))
+    if given == graph.num_features and rows == sample.counts[""]:
         raise InputError(
             f"model: takes {taken} features, but graph {graph.name!r} has {given} (with "
             "--label-inputs, labels are features, too)"
+        )
+    of_edges = [k for k, v in sample.edge_data.items() if v.dim() == 2 and v.shape[1] == given]
+    if of_edges and rows >= sample.graph.num_edges:
+        raise InputError(
+            f"model: takes {taken} numbers for each edge, but {of_edges[0]} of graph "
+            f"{graph.name!r} has {given}; build the model for {given} (edge_dim in PyG)"
         )
 
 
@@ -204,8 +223,7 @@ def _tried(model: WholeModel) -> tuple[int, int, int]:
     try:
         with recorded_saved_tensors() as saved:
             found = sample.call(tried, model.method, torch.float32)
-    except InputError as error:
-        _check_num_features(str(error), graph)
+    except InputError:
         return graph.num_classes, 0, 0
     if isinstance(found, Mapping):
         found = found.get(graph.target)
