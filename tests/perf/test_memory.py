@@ -10,8 +10,10 @@ from helpers import quick_config, small_graph
 from torch import nn
 from torch_geometric import nn as pyg
 
+from gnnpipe.graph.blocks import Incidence
 from gnnpipe.graph.quality import copied_rows
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.history.block import BlockHistory
 from gnnpipe.runtime.stage import Stage
 from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.prepare import prepare
@@ -62,6 +64,9 @@ def kept_bytes(monkeypatch, layers, graph, chunks, net=None, **settings):
     elsewhere += loss_rows.places if loss_rows is not None else ()
     for history in stage.histories.values():
         elsewhere += [history.table, history._grads] if chunks > 1 else []
+        if isinstance(history, BlockHistory):  # structure, too
+            parts = (x for i in range(chunks) for x in vars(history.block(i)).values())
+            elsewhere += (x.target for x in parts if isinstance(x, Incidence))
     features = {x.untyped_storage().data_ptr() for x in elsewhere}
     weights = {
         p.untyped_storage().data_ptr()
