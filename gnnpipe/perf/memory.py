@@ -449,6 +449,7 @@ class RankMemory:
             if not op.is_one_row:
                 waits = depth + (op.name in in_tables)
                 made |= {name: (width, op.vertex_type, waits) for name, width in op.outputs.items()}
+        last_read |= dict.fromkeys(self.dag.passed_on(self.stage), len(found))
         for name, value in made.items():
             keep(*value, last_read.get(name, 0))
         # Values that leave the stage, or the model, are kept to the end.

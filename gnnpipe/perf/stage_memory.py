@@ -89,7 +89,10 @@ class StageMemory:
             writer = table.writers[op]
             ops.append((table.classes[op], place.get(writer), plan.ways.get(op), *reads))
         sent = (
-            tuple((place[maker], value) for maker, value in map(table.makers.__getitem__, t.widths))
+            tuple(
+                (place[maker] if maker in place else -1 - outside[maker, value], value)
+                for maker, value in map(table.makers.__getitem__, t.widths)
+            )
             for t in dag.sends(stage)
         )
         is_single = plan.most_shards == 1

@@ -5,7 +5,7 @@ Steps and transfers follow from plan and model; a plan does not store them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -36,7 +36,9 @@ class StageDag:
     steps: tuple[int, ...]
     """Steps of every stage."""
     transfers: tuple[Transfer, ...]
-    """Each value goes once to every other stage that reads the value."""
+    """Each value arrives once at every other stage that reads it: from the last stage before that
+    has the value and sends to this one anyway, else from the stage that computes it. So a value
+    that all stages read (``h0`` of GCNII) does not leave one host S - 1 times."""
     feature_stages: tuple[int, ...] = (0,)
     """The stages that read input features."""
 
@@ -50,17 +52,11 @@ class StageDag:
         """
         _check_order(plan, model)
         _check_ways(plan, model)
-        source: dict[str, tuple[int, int]] = {}
-        types: dict[str, str] = {}
+        width_of = {value: width for op in model.ops for value, width in op.outputs.items()}
+        types = {value: op.vertex_type for op in model.ops for value in op.outputs}
         sent: dict[tuple[int, int], dict[str, int]] = {}
-        for i, stage in enumerate(plan.stages):
-            for op in model.select(stage.ops):
-                for value in op.inputs:
-                    maker, width = source[value]
-                    if maker != i:
-                        sent.setdefault((maker, i), {})[value] = width
-                source |= {value: (i, width) for value, width in op.outputs.items()}
-                types |= dict.fromkeys(op.outputs, op.vertex_type)
+        for value, ends in _ways(plan, model):
+            sent.setdefault(ends, {})[value] = width_of[value]
         transfers = (
             Transfer(*ends, widths, {value: types[value] for value in widths if types[value]})
             for ends, widths in sorted(sent.items())
@@ -105,6 +101,11 @@ class StageDag:
         """The transfers that ``stage`` receives from earlier stages."""
         return self._sent_and_received[1][stage]
 
+    def passed_on(self, stage: int) -> frozenset[str]:
+        """Names of the values that ``stage`` receives and sends forward, too."""
+        arrive = {value for t in self.receives(stage) for value in t.widths}
+        return frozenset(value for t in self.sends(stage) for value in t.widths if value in arrive)
+
     @cached_property
     def _sent_and_received(self) -> tuple[list[list[Transfer]], list[list[Transfer]]]:
         """The transfers by source, and by target."""
@@ -114,6 +115,24 @@ class StageDag:
             by_source[transfer.source].append(transfer)
             by_target[transfer.target].append(transfer)
         return by_source, by_target
+
+
+def _ways(plan: Plan, model: ModelGraph) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield each value with the stages between which it passes."""
+    maker: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    for i, stage in enumerate(plan.stages):
+        for op in model.select(stage.ops):
+            maker |= dict.fromkeys(op.outputs, i)
+            for value in op.inputs:
+                known = readers.setdefault(value, [])
+                if maker[value] != i and i not in known:
+                    known.append(i)
+    direct = {(maker[value], i) for value, known in readers.items() for i in known}
+    for value, known in readers.items():
+        for i in known:
+            earlier = [one for one in known if one < i and (one, i) in direct]
+            yield value, (max(earlier, default=maker[value]), i)
 
 
 def _check_order(plan: Plan, model: ModelGraph) -> None:

@@ -103,6 +103,10 @@ class Executor:
 
     sparse_maps: Sequence[nn.Parameter] = ()
     """Maps of sparse features, which training epochs store by column."""
+    _running: _Running | None = None
+    _next: Action | None = None
+    _at: tuple[Action, int] | None = None
+    """Current action and epoch."""
 
     def __init__(
         self,
@@ -156,12 +160,11 @@ class Executor:
         self._widths_out = {t.target: t.widths for t in dag.sends(mesh.stage)}
         self._types = {k: v for t in dag.transfers for k, v in t.types.items()}
         self._probe_bytes = 0
-        self._running: _Running | None = None
-        self._next: Action | None = None
-        self._at: tuple[Action, int] | None = None
-        """Current action and epoch."""
         self._leaving: dict[int, dict[str, Tensor]] = {}
         """Values or gradients for other stages, by position."""
+        self._names_passed_on = dag.passed_on(mesh.stage)
+        self._passed_on: dict[int, Values] = {}
+        """Values of earlier stages that later ones get, or their gradients, by position."""
         self._results: dict[int, dict[str, Tensor]] = {}
 
     def run(
@@ -235,6 +238,7 @@ class Executor:
             self.stage.abandon()
             self._results.clear()
             self._leaving.clear()
+            self._passed_on.clear()
             self.p2p.abandon()
             raise
         finally:
@@ -341,6 +345,7 @@ class Executor:
         chunk = self._now.order[action.position]
         if action.steps[0] == 0:
             values = self._take(Direction.FORWARD, self._widths_in, action.position)
+            self._passed_on[action.position] = self._of_others(values)
             self.stage.enter(chunk, values, action.position // self.num_chunks)
         policy = self._now.policy
         with nullcontext() if policy is None else policy.for_forward(action.position):
@@ -348,6 +353,7 @@ class Executor:
         if action.steps[1] == self.stage.num_steps:
             # Detached: their graph would keep its leaves alive.
             values = {name: value.detach() for name, value in values.items()}
+            values |= self._passed_on.pop(action.position)
             if self._widths_out:
                 self._leaving[action.position] = values
                 return
@@ -360,7 +366,8 @@ class Executor:
         if action.steps[1] == self.stage.num_steps:
             if self._widths_out:
                 grads = self._take(Direction.BACKWARD, self._widths_out, action.position)
-                self.stage.seed(chunk, grads)
+                passed_on = self._passed_on[action.position] = self._of_others(grads)
+                self.stage.seed(chunk, {k: v for k, v in grads.items() if k not in passed_on})
             else:
                 passes = self._now.program.step_passes(action.position)
                 self.stage.seed_loss(chunk, [self._now.order[p] for p in passes])
@@ -368,7 +375,15 @@ class Executor:
         with nullcontext() if policy is None else policy.for_backward(action.position):
             grads = self.stage.backward(chunk, range(*action.steps), self._next_chunk(action))
         if action.steps[0] == 0 and self._widths_in:
-            self._leaving[action.position] = grads
+            others = self._passed_on.pop(action.position, {})
+            self._leaving[action.position] = {
+                name: grad + others[name] if name in others else grad
+                for name, grad in grads.items()
+            }
+
+    def _of_others(self, values: Values) -> Values:
+        """Return those of ``values`` that come from an earlier stage and go to a later one."""
+        return {name: values[name] for name in self._names_passed_on}
 
     def _next_chunk(self, action: Action) -> int | None:
         """Return the chunk whose exchange of gradients may start early, if any."""
@@ -378,7 +393,8 @@ class Executor:
     def _forecast(self, action: Action) -> None:
         assert self.forecaster is not None
         values = self._take(Direction.FORWARD, self._widths_in, action.position)
-        self._leaving[action.position] = self.forecaster.run(values)
+        passed_on = self._of_others(values)
+        self._leaving[action.position] = passed_on | self.forecaster.run(values)
 
     def _carry(self, action: Action) -> None:
         assert self.forecaster is not None

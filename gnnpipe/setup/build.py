@@ -456,7 +456,8 @@ class _RankBuilder:
             ProbeRows(replace(rows, is_probe=True), own_probes, totals),
             mesh,
             prepared.row_dtype != prepared.dtype,
-            {name for t in prepared.dag.sends(mesh.stage) for name in t.widths},
+            {name for t in prepared.dag.sends(mesh.stage) for name in t.widths}
+            - prepared.dag.passed_on(mesh.stage),
             prepared.given_edges is not None,
         )
 

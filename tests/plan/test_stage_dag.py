@@ -55,6 +55,22 @@ def test_branches_pass_values_to_the_join_alone():
     ]
 
 
+def test_a_value_that_every_stage_reads_goes_from_stage_to_stage():
+    dag = StageDag.of(plan_of([0], [1], [2], [3]), model_of([(), (0,), (0, 1), (0, 2)]))
+    assert [(t.source, t.target, sorted(t.widths)) for t in dag.transfers] == [
+        (0, 1, ["op0"]),
+        (1, 2, ["op0", "op1"]),
+        (2, 3, ["op0", "op2"]),
+    ]
+    assert [sorted(dag.passed_on(stage)) for stage in range(4)] == [[], ["op0"], ["op0"], []]
+
+
+def test_branches_do_not_wait_for_a_value_from_each_other():
+    dag = StageDag.of(plan_of([0], [1], [2], [3]), model_of(DIAMOND))
+    ends = [(t.source, t.target) for t in dag.transfers]
+    assert ends == [(0, 1), (0, 2), (1, 3), (2, 3)]
+
+
 def test_a_stage_that_is_not_convex():
     found = message(DIAMOND, [0, 1, 3], [2])
     assert "stage 0 is not convex: ops 0 and 3 are in the stage" in found
@@ -146,6 +162,31 @@ def test_the_reason_is_that_of_brute_force(case):
             assert not np.tril(between[np.ix_(order, order)], -1).any()
     else:
         assert is_in_order
+
+
+@settings(deadline=None, max_examples=300)
+@given(partitions())
+def test_each_reader_gets_a_value_once_and_waits_for_no_other_stage(case):
+    reads, stage_of = case
+    number = max(stage_of) + 1
+    plan = plan_of(*([op for op in range(len(reads)) if stage_of[op] == s] for s in range(number)))
+    try:
+        dag = StageDag.of(plan, model_of(reads))
+    except InputError:
+        return
+    needed = {
+        (stage_of[op], f"op{source}")
+        for op, sources in enumerate(reads)
+        for source in sources
+        if stage_of[source] != stage_of[op]
+    }
+    arrivals = [(t.target, value) for t in dag.transfers for value in t.widths]
+    assert len(arrivals) == len(needed)
+    assert set(arrivals) == needed
+    have = needed | {(stage_of[op], f"op{op}") for op in range(len(reads))}
+    assert all((t.source, value) in have for t in dag.transfers for value in t.widths)
+    waits = {(stage_of[int(value[2:])], target) for target, value in needed}
+    assert {(t.source, t.target) for t in dag.transfers} <= waits
 
 
 def test_a_chain_is_as_deep_as_its_stages():
