@@ -179,21 +179,11 @@ def _checked(found: Any, model: WholeModel) -> Tensor:
     )
 
 
-def check_widths(module: nn.Module, graph: Graph) -> None:
-    """Raises ``InputError`` if a model is built for another width of features or edge features."""
-    names = edge_inputs(module, method_of(module, graph), graph)
-    with unchanged(module):
-        sample = make_sample(module, graph, names)
-        tried = detached_copy(module).float().train()
-        try:
-            with torch.no_grad():
-                sample.call(tried, method_of(module, graph), torch.float32)
-        except InputError as error:
-            _raise_if_of_width(str(error), sample, graph)
+def _check_widths(fault: str, sample: Sample, graph: Graph) -> None:
+    """Raises ``InputError`` if a product failed because of the width of features or edge features.
 
-
-def _raise_if_of_width(fault: str, sample: Sample, graph: Graph) -> None:
-    """``fault``: why plain PyG fails on ``sample``."""
+    ``fault``: why plain PyG fails on ``sample``.
+    """
     shapes = re.search(r"\((\d+)x(\d+) and (\d+)x(\d+)\)", fault)
     if shapes is None or graph.types is not None:
         return
@@ -223,7 +213,8 @@ def _tried(model: WholeModel) -> tuple[int, int, int]:
     try:
         with recorded_saved_tensors() as saved:
             found = sample.call(tried, model.method, torch.float32)
-    except InputError:
+    except InputError as error:
+        _check_widths(str(error), sample, graph)
         return graph.num_classes, 0, 0
     if isinstance(found, Mapping):
         found = found.get(graph.target)

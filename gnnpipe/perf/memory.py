@@ -526,6 +526,13 @@ class RankMemory:
         for transfer in (*self.dag.receives(self.stage), *sent):
             for name, width in transfer.widths.items():
                 found += width * sizes.own_rows[transfer.types.get(name, "")]
+        if self.settings.is_exact and self.plan.chunks > 1:
+            # Gradients of values that are passed on wait for the first step's backward.
+            passed_on = self.dag.passed_on(self.stage)
+            for transfer in self.dag.receives(self.stage):
+                for name in passed_on & transfer.widths.keys():
+                    rows = sizes.own_rows[transfer.types.get(name, "")]
+                    found += transfer.widths[name] * rows
         return found
 
     def _passing(self, kept: Mapping[str, int]) -> int:

@@ -36,9 +36,9 @@ class StageDag:
     steps: tuple[int, ...]
     """Steps of every stage."""
     transfers: tuple[Transfer, ...]
-    """Each value arrives once at every other stage that reads it: from the last stage before that
-    has the value and sends to this one anyway, else from the stage that computes it. So a value
-    that all stages read (``h0`` of GCNII) does not leave one host S - 1 times."""
+    """Each value arrives once at every other stage that reads it: from the latest earlier stage
+    that reads the value and sends values of its own there, else from the stage that computes it. So
+    a value that all stages read (``h0`` of GCNII) does not leave one host S - 1 times."""
     feature_stages: tuple[int, ...] = (0,)
     """The stages that read input features."""
 
@@ -55,7 +55,7 @@ class StageDag:
         width_of = {value: width for op in model.ops for value, width in op.outputs.items()}
         types = {value: op.vertex_type for op in model.ops for value in op.outputs}
         sent: dict[tuple[int, int], dict[str, int]] = {}
-        for value, ends in _ways(plan, model):
+        for value, ends in _routes(plan, model):
             sent.setdefault(ends, {})[value] = width_of[value]
         transfers = (
             Transfer(*ends, widths, {value: types[value] for value in widths if types[value]})
@@ -117,21 +117,26 @@ class StageDag:
         return by_source, by_target
 
 
-def _ways(plan: Plan, model: ModelGraph) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield each value with the stages between which it passes."""
+def _routes(plan: Plan, model: ModelGraph) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield each value with the source and the target of a transfer, once for each target."""
     maker: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
     for i, stage in enumerate(plan.stages):
         for op in model.select(stage.ops):
             maker |= dict.fromkeys(op.outputs, i)
             for value in op.inputs:
-                known = readers.setdefault(value, [])
-                if maker[value] != i and i not in known:
-                    known.append(i)
-    direct = {(maker[value], i) for value, known in readers.items() for i in known}
-    for value, known in readers.items():
-        for i in known:
-            earlier = [one for one in known if one < i and (one, i) in direct]
+                targets = readers.setdefault(value, [])
+                if maker[value] != i and i not in targets:
+                    targets.append(i)
+    pairs = {(maker[value], i) for value, targets in readers.items() for i in targets}
+    sources: dict[int, set[int]] = {i: set() for i in range(plan.num_stages)}
+    for source, target in pairs:
+        sources[target].add(source)
+    # Values of a source that sends to another one, too, come through this one.
+    last = {i: found.difference(*(sources[s] for s in found)) for i, found in sources.items()}
+    for value, targets in readers.items():
+        for i in targets:
+            earlier = last[i].intersection(stage for stage in targets if stage < i)
             yield value, (max(earlier, default=maker[value]), i)
 
 

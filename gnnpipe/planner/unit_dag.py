@@ -109,7 +109,10 @@ class UnitDag:
         return "+".join(op.name for op in self.model.select(self.units[u]))
 
     def leaving_width(self, mask: int) -> int:
-        """Return the total width of values of these units that other units read, each once."""
+        """Return the total width of values of these units that other units read, each once.
+
+        Values of others that a stage of these units passes on do not count.
+        """
         return sum(v.width for u in members(mask) for v in self.values[u] if v.readers & ~mask)
 
     def longest_path(self, weights: Sequence[float], mask: int) -> float:

@@ -80,7 +80,7 @@ def prediction_line(
         parts.append(f"{name} {next(both):.3g} and {next(both):.3g}")
     if not parts:
         return text
-    epoch = f"one measured epoch ({measured[0].epoch_s:.3g} s)"
+    epoch = f"the median measured epoch ({measured[0].epoch_s:.3g} s)"
     return f"{text}; in the prediction and in {epoch}: {', '.join(parts)}"
 
 

@@ -6,7 +6,7 @@ The executor knows no schedule and no mode.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -98,15 +98,30 @@ class _Running:
     """Position and loss of the passes since the last step."""
 
 
+@dataclass
+class _PassedOn:
+    """Values that a stage receives and sends on, until the stage sends them."""
+
+    names: Collection[str]
+    values: dict[int, Values] = field(default_factory=dict)
+    """By position."""
+    grads: dict[int, Values] = field(default_factory=dict)
+    """Gradients that later stages have sent, by position."""
+
+    def select(self, received: Values) -> Values:
+        """Return those of ``received`` that are passed on, or their gradients."""
+        return {name: received[name] for name in self.names}
+
+    def clear(self) -> None:
+        self.values.clear()
+        self.grads.clear()
+
+
 class Executor:
     """Interpreter of the programs of one plan, on one rank."""
 
     sparse_maps: Sequence[nn.Parameter] = ()
     """Maps of sparse features, which training epochs store by column."""
-    _running: _Running | None = None
-    _next: Action | None = None
-    _at: tuple[Action, int] | None = None
-    """Current action and epoch."""
 
     def __init__(
         self,
@@ -131,8 +146,7 @@ class Executor:
             dtypes: Type of values on this rank, and type of values in messages.
             forecaster: Forecast of stale rows; ``None`` without a forecast.
         """
-        self.num_chunks = dag.plan.chunks
-        self.mesh, self.stage = mesh, stage
+        self.num_chunks, self.mesh, self.stage = dag.plan.chunks, mesh, stage
         self._row_links = row_links
         self.exchanges = exchanges
         self.optimizer = update.optimizer
@@ -160,11 +174,13 @@ class Executor:
         self._widths_out = {t.target: t.widths for t in dag.sends(mesh.stage)}
         self._types = {k: v for t in dag.transfers for k, v in t.types.items()}
         self._probe_bytes = 0
+        self._running: _Running | None = None
+        self._next: Action | None = None
+        self._at: tuple[Action, int] | None = None
+        """Current action and epoch."""
         self._leaving: dict[int, dict[str, Tensor]] = {}
         """Values or gradients for other stages, by position."""
-        self._names_passed_on = dag.passed_on(mesh.stage)
-        self._passed_on: dict[int, Values] = {}
-        """Values of earlier stages that later ones get, or their gradients, by position."""
+        self._passed_on = _PassedOn(dag.passed_on(mesh.stage))
         self._results: dict[int, dict[str, Tensor]] = {}
 
     def run(
@@ -345,7 +361,7 @@ class Executor:
         chunk = self._now.order[action.position]
         if action.steps[0] == 0:
             values = self._take(Direction.FORWARD, self._widths_in, action.position)
-            self._passed_on[action.position] = self._of_others(values)
+            self._passed_on.values[action.position] = self._passed_on.select(values)
             self.stage.enter(chunk, values, action.position // self.num_chunks)
         policy = self._now.policy
         with nullcontext() if policy is None else policy.for_forward(action.position):
@@ -353,7 +369,7 @@ class Executor:
         if action.steps[1] == self.stage.num_steps:
             # Detached: their graph would keep its leaves alive.
             values = {name: value.detach() for name, value in values.items()}
-            values |= self._passed_on.pop(action.position)
+            values |= self._passed_on.values.pop(action.position)
             if self._widths_out:
                 self._leaving[action.position] = values
                 return
@@ -366,24 +382,21 @@ class Executor:
         if action.steps[1] == self.stage.num_steps:
             if self._widths_out:
                 grads = self._take(Direction.BACKWARD, self._widths_out, action.position)
-                passed_on = self._passed_on[action.position] = self._of_others(grads)
-                self.stage.seed(chunk, {k: v for k, v in grads.items() if k not in passed_on})
+                self._passed_on.grads[action.position] = self._passed_on.select(grads)
+                others = self._passed_on.names
+                self.stage.seed(chunk, {k: v for k, v in grads.items() if k not in others})
             else:
                 passes = self._now.program.step_passes(action.position)
                 self.stage.seed_loss(chunk, [self._now.order[p] for p in passes])
         policy = self._now.policy
         with nullcontext() if policy is None else policy.for_backward(action.position):
             grads = self.stage.backward(chunk, range(*action.steps), self._next_chunk(action))
-        if action.steps[0] == 0 and self._widths_in:
-            others = self._passed_on.pop(action.position, {})
-            self._leaving[action.position] = {
-                name: grad + others[name] if name in others else grad
-                for name, grad in grads.items()
-            }
-
-    def _of_others(self, values: Values) -> Values:
-        """Return those of ``values`` that come from an earlier stage and go to a later one."""
-        return {name: values[name] for name in self._names_passed_on}
+        if action.steps[0] == 0:
+            later = self._passed_on.grads.pop(action.position, {})
+            if self._widths_in:
+                for name, grad in later.items():
+                    grads[name] = grads[name] + grad
+                self._leaving[action.position] = grads
 
     def _next_chunk(self, action: Action) -> int | None:
         """Return the chunk whose exchange of gradients may start early, if any."""
@@ -393,7 +406,7 @@ class Executor:
     def _forecast(self, action: Action) -> None:
         assert self.forecaster is not None
         values = self._take(Direction.FORWARD, self._widths_in, action.position)
-        passed_on = self._of_others(values)
+        passed_on = self._passed_on.select(values)
         self._leaving[action.position] = passed_on | self.forecaster.run(values)
 
     def _carry(self, action: Action) -> None:

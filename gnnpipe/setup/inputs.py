@@ -12,7 +12,6 @@ from torch import nn
 from gnnpipe.capture import RecordedModel, WholeModel, capture
 from gnnpipe.capture.call import names_read_by
 from gnnpipe.capture.link_decoder import PairModel, without_pairs
-from gnnpipe.capture.whole_model import check_widths
 from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
 from gnnpipe.data.pyg import is_dataset
@@ -274,7 +273,6 @@ def choose_model(
             found = capture(model, graph, is_rounded, has_labels)
             digest, width = found.recording.digest, found.width
         except InputError as reason:
-            check_widths(model, graph)
             if must_record:
                 raise
             found = WholeModel(model, graph, str(reason), dtype)

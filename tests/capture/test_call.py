@@ -297,8 +297,7 @@ def test_features_of_another_width_are_named():
         losses(data, SAGEConv(9, 3))
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_edge_features_of_another_width_are_named(chunks):
+def test_edge_features_of_another_width_are_named():
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -309,7 +308,7 @@ def test_edge_features_of_another_width_are_named(chunks):
 
     named = r"takes 4 numbers for each edge, but edge_attr of graph 'pyg' has 2; .* \(edge_dim"
     with pytest.raises(InputError, match=named):
-        losses(data_with_attributes(), Net(), chunks)
+        losses(data_with_attributes(), Net())
 
 
 def test_features_where_a_data_is_meant_are_named():

@@ -65,6 +65,17 @@ def test_a_value_that_every_stage_reads_goes_from_stage_to_stage():
     assert [sorted(dag.passed_on(stage)) for stage in range(4)] == [[], ["op0"], ["op0"], []]
 
 
+def test_what_a_stage_reads_of_all_others_comes_from_these():
+    reads = [(), (0,), (1,), (0, 1, 2)]  # jumping knowledge
+    dag = StageDag.of(plan_of([0], [1], [2], [3]), model_of(reads))
+    assert [(t.source, t.target, sorted(t.widths)) for t in dag.transfers] == [
+        (0, 1, ["op0"]),
+        (0, 3, ["op0"]),
+        (1, 2, ["op1"]),
+        (2, 3, ["op1", "op2"]),
+    ]
+
+
 def test_branches_do_not_wait_for_a_value_from_each_other():
     dag = StageDag.of(plan_of([0], [1], [2], [3]), model_of(DIAMOND))
     ends = [(t.source, t.target) for t in dag.transfers]
@@ -185,6 +196,9 @@ def test_each_reader_gets_a_value_once_and_waits_for_no_other_stage(case):
     assert set(arrivals) == needed
     have = needed | {(stage_of[op], f"op{op}") for op in range(len(reads))}
     assert all((t.source, value) in have for t in dag.transfers for value in t.widths)
+    made = {(stage_of[op], f"op{op}") for op in range(len(reads))}
+    direct = [t for t in dag.transfers if any((t.source, value) in made for value in t.widths)]
+    assert len(direct) == len(dag.transfers)
     waits = {(stage_of[int(value[2:])], target) for target, value in needed}
     assert {(t.source, t.target) for t in dag.transfers} <= waits
 
