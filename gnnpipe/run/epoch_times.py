@@ -85,8 +85,11 @@ def prediction_line(
 
 
 def _load_text(off: float) -> str:
-    """Return the load of this machine if it may explain why the run was slower than predicted."""
+    """Return the load of this machine if it may explain the error of a prediction.
+
+    The load slows down the run, or before it the profile, so that too much time is predicted.
+    """
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if off > -UNEXPECTED or load < cores + 1:
+    if abs(off) < UNEXPECTED or load < cores + 1:
         return ""
     return f"; the machine is busy, with a load of {load:.1f} on {cores} cores"

@@ -187,7 +187,8 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("predicted_s", "load", "is_told"), [(0.5, 9.5, True), (0.5, 2.9, False), (0.9, 9.5, False)]
+    ("predicted_s", "load", "is_told"),
+    [(0.5, 9.5, True), (0.5, 2.9, False), (0.9, 9.5, False), (8.5, 9.5, True), (8.5, 2.9, False)],
 )
 def test_a_busy_machine_is_told_of_where_a_prediction_is_far_off(
     predicted_s, load, is_told, monkeypatch
