@@ -132,7 +132,7 @@ def _routes(plan: Plan, model: ModelGraph) -> Iterator[tuple[str, tuple[int, int
     sources: dict[int, set[int]] = {i: set() for i in range(plan.num_stages)}
     for source, target in pairs:
         sources[target].add(source)
-    # Values of a source that sends to another one, too, come through this one.
+    # A source that also sends to another source may need no transfer: it passes nothing on.
     last = {i: found.difference(*(sources[s] for s in found)) for i, found in sources.items()}
     for value, targets in readers.items():
         for i in targets:
