@@ -15,7 +15,9 @@ from torch import nn
 from torch_geometric import nn as pyg
 
 from gnnpipe import Trainer
+from gnnpipe.plan import Plan, StagePlan
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.prepare import prepare
 from gnnpipe.verification.reference_dropout import drop
 
 CHUNKS, EPOCHS, EVERY, WIDTH, LR = 6, 5, 2, 6, 0.05
@@ -94,6 +96,72 @@ def fork_stages(prepared):
     ]
 
 
+class Skips(nn.Module):
+    """Layers that all read the first embedding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(9)
+        self.encode = nn.Linear(7, WIDTH)
+        self.a, self.b, self.c = (pyg.GCNConv(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, 3)
+
+    def forward(self, x, edge_index):
+        first = self.encode(x).tanh()
+        x = self.a(first, edge_index).tanh()
+        x = self.b(x + first, edge_index).tanh()
+        return self.out(self.c(x + first, edge_index).tanh())
+
+
+def skip_layer(name, x, w, one):
+    z = F.linear(one.aggregate("gcn", name, x), w[f"{name}.lin.weight"]) + w[f"{name}.bias"]
+    return z.tanh()
+
+
+def skip_start(values, w, one):
+    first = F.linear(one.chunk.data["x"], w["encode.weight"], w["encode.bias"]).tanh()
+    return {"first": first, "a": skip_layer("a", first, w, one)}
+
+
+def skip_middle(values, w, one):
+    return {"b": skip_layer("b", values["a"] + values["first"], w, one)}
+
+
+def skip_end(values, w, one):
+    x = skip_layer("c", values["b"] + values["first"], w, one)
+    return {"loss": loss_of(F.linear(x, w["out.weight"], w["out.bias"]), one)}
+
+
+class SkipPlanner:
+    """Planner with a layer of ``Skips`` on each of three ranks."""
+
+    def num_ranks(self, shape):
+        return 3
+
+    def plan(self, request):
+        ends = [i + 1 for i, op in enumerate(request.model.ops) if op.name in ("tanh_1", "tanh_2")]
+        stages = np.split(np.arange(request.model.num_ops), ends)
+        made = [StagePlan.even(tuple(map(int, s)), (rank,)) for rank, s in enumerate(stages)]
+        return Plan(tuple(made), CHUNKS, "async")
+
+
+def skip_stages(prepared):
+    """The stages of ``Skips``; in the reference the last one reads ``first`` from stage 0."""
+    assert prepared.dag.passed_on(1), "stage 1 passes the first embedding on"
+    functions = (skip_start, skip_middle, skip_end)
+    reads = ({}, {"a": 0, "first": 0}, {"b": 1, "first": 0})
+    modules = [prepared.model.stage_module(s.ops) for s in prepared.plan.stages]
+    by_stage = [{n: p.detach().clone() for n, p in m.named_parameters()} for m in modules]
+    return [RefStage(*stage) for stage in zip(functions, by_stage, reads, strict=True)]
+
+
+OWN_MODELS = {
+    "fork": (Fork, lambda: Branched(CHUNKS, "async"), fork_stages, [1, 1, 0]),
+    "skips": (Skips, SkipPlanner, skip_stages, [2, 1, 0]),
+}
+"""Model, planner, stages of the reference, and distance of each stage to the last one."""
+
+
 def reference_of(prepared, graph, stages, leads, policy, optimizer, every):
     """The reference, and a function that trains an epoch's passes up to a flush.
 
@@ -128,8 +196,8 @@ def reference_of(prepared, graph, stages, leads, policy, optimizer, every):
     return reference, run
 
 
-def difference(stages, shards, policy, optimizer, every, is_fork=False, ahead=1):
-    """Largest difference of losses and weights; runs on every rank."""
+def difference(stages, shards, policy, optimizer, every, own="", ahead=1):
+    """Largest difference of losses and weights; runs on every rank. ``own``: of OWN_MODELS."""
     mesh = Mesh.join(stages, shards)
     graph = small_graph(40, directed=True, sparse=True)
     shape = {"stages": stages, "shards": shards, "chunks": CHUNKS, "schedule": "async"}
@@ -149,15 +217,16 @@ def difference(stages, shards, policy, optimizer, every, is_fork=False, ahead=1)
         **shape,
     )
     model, plan = None, None
-    if is_fork:
-        model = Fork()
-        plan = made_plan(config, mesh, graph, model)
+    if own:
+        model_class, planner, own_stages, own_distances = OWN_MODELS[own]
+        model = model_class()
+        plan = prepare(config, mesh, graph, model, planner()).plan
     trainer = Trainer(config, graph, model, world=mesh, plan=plan)
     prepared = trainer._setup()[1]
     distances = list(prepared.dag.distances)
-    if is_fork:
-        ref_stages = fork_stages(prepared)
-        assert distances == [1, 1, 0]
+    if own:
+        ref_stages = own_stages(prepared)
+        assert distances == own_distances
     else:
         ref_stages = stages_of(prepared, dropped, loss_of)
     assert prepared.program.in_flight == tuple(ahead * d + 1 for d in distances)
@@ -171,12 +240,6 @@ def difference(stages, shards, policy, optimizer, every, is_fork=False, ahead=1)
         for name, weight in stage.weights.items():
             found.append(float((trained[name] - weight).abs().max().detach()))
     return max(found)
-
-
-def made_plan(config, mesh, graph, model):
-    from gnnpipe.setup.prepare import prepare
-
-    return prepare(config, mesh, graph, model, Branched(CHUNKS, "async")).plan
 
 
 POLICIES = ("latest", "stash", "predict", "spectrain", "xpipe")
@@ -208,23 +271,25 @@ def test_a_hybrid_of_stages_and_shards():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("own", OWN_MODELS)
 @pytest.mark.parametrize("policy", ["predict", "stash"])
-def test_a_stage_dag(policy):
-    assert max(run_ranks(difference, 3, 3, 1, policy, "Adam", 1, True)) < 1e-9
+def test_a_stage_dag(policy, own):
+    assert max(run_ranks(difference, 3, 3, 1, policy, "Adam", 1, own)) < 1e-9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "shards", "policy", "is_fork", "ahead"),
+    ("ranks", "shards", "policy", "own", "ahead"),
     [
-        (3, 1, "predict", False, 2),
-        (3, 1, "stash", False, 2),
-        (2, 1, "spectrain", False, 5),
-        (4, 2, "predict", False, 3),
-        (3, 1, "predict", True, 2),
+        (3, 1, "predict", "", 2),
+        (3, 1, "stash", "", 2),
+        (2, 1, "spectrain", "", 5),
+        (4, 2, "predict", "", 3),
+        (3, 1, "predict", "fork", 2),
+        (3, 1, "predict", "skips", 2),
     ],
 )
-def test_more_passes_ahead(ranks, shards, policy, is_fork, ahead):
+def test_more_passes_ahead(ranks, shards, policy, own, ahead):
     stages = ranks // shards
-    settings = (stages, shards, policy, "Adam", 1, is_fork, ahead)
+    settings = (stages, shards, policy, "Adam", 1, own, ahead)
     assert max(run_ranks(difference, ranks, *settings)) < 1e-9
