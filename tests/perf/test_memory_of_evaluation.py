@@ -164,6 +164,38 @@ def test_last_stages_by_hand():
     assert said(third) == 2 * table + 4 * N * 3 + table // 5
 
 
+class Stacked(nn.Module):
+    """Layers whose results are all read by the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(pyg.GCNConv(i, HIDDEN) for i in (16, HIDDEN, HIDDEN))
+        self.leave = nn.Linear(3 * HIDDEN, 3)
+
+    def forward(self, x, edge_index):
+        rows = []
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+            rows.append(x)
+        return self.leave(torch.cat(rows, dim=1))
+
+
+def test_rows_that_a_stage_passes_on_wait_until_its_end():
+    prepared = prepared_of(Stacked, 5)
+    model, (stage,) = prepared.model_graph, prepared.plan.stages
+    ends = [model.ops.index(op) for op in model.aggregations]  # aggregated features are given
+    parts = zip([0, *ends], [*ends, model.num_ops], strict=True)
+    stages = tuple(
+        replace(stage, ops=tuple(range(*part)), ranks=(i,)) for i, part in enumerate(parts)
+    )
+    dag = StageDag.of(replace(prepared.plan, stages=stages), model)
+    assert dag.passed_on(1) == {"relu"}
+    first, last = dag.transfers
+    alone = replace(dag, transfers=(first, replace(last, widths={"relu_1": HIDDEN})))
+    both, own = (counted(replace(prepared, dag=d), stage=1) for d in (dag, alone))
+    assert both - own == 4 * N * HIDDEN
+
+
 class Allocated(TorchDispatchMode):
     """Counts the bytes of the tensors that are made in the block and still there."""
 

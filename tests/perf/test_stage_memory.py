@@ -95,7 +95,7 @@ class Stacked(nn.Module):
         return self.end(torch.cat(rows, dim=1))
 
 
-def layer_by_layer(module, layers, **changes):
+def layer_by_layer(module, layers, is_exact=False, **changes):
     """The memory, and a plan with a stage for every layer, the last one with the ops behind."""
     config = TrainConfig(hidden=HIDDEN, **changes)
     model = model_on_shape(config, SHAPE, module)
@@ -104,7 +104,7 @@ def layer_by_layer(module, layers, **changes):
     ends = [*range(0, each * layers, each), model.num_ops]
     stages = [StagePlan.even(tuple(range(*run)), (i,)) for i, run in enumerate(pairwise(ends))]
     dag = StageDag.of(Plan(tuple(stages), 4, "fill-drain"), model)
-    return StageMemory(OpTable(work), 4, False), dag
+    return StageMemory(OpTable(work), 4, is_exact), dag
 
 
 @pytest.mark.parametrize("layers", [8, 16])
@@ -133,6 +133,16 @@ def test_a_stage_that_passes_rows_on_is_not_like_one_that_sends_its_own_alone():
     both, own = (memory.bytes_by_share(d, 4)[1.0] for d in (dag, replace(dag, transfers=kept)))
     # The rows that are sent are rounded copies.
     assert both - own == HIDDEN * SHAPE.vertices * 4
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_gradients_of_rows_that_a_stage_passes_on_wait_in_exact_programs(is_exact):
+    memory, dag = layer_by_layer(Stacked(6), 6, is_exact)
+    *others, end = dag.transfers
+    kept = *others, replace(end, widths={"relu_4": HIDDEN})
+    both, own = (memory.bytes_by_share(d, 4)[1.0] for d in (dag, replace(dag, transfers=kept)))
+    # The rows of the received transfer count in both: they wait for their gradients either way.
+    assert both - own == is_exact * HIDDEN * SHAPE.vertices * 4
 
 
 def test_a_stage_by_columns_is_not_like_one_by_halo():
