@@ -59,6 +59,11 @@ class PairModel(Model):
         """Edge data that the inner model reads."""
         return self.inner.edge_inputs
 
+    @property
+    def calls_text(self) -> str:
+        """The inner model's calls."""
+        return self.inner.calls_text
+
     def has_bf16_products(self, dense: Collection[str]) -> bool:
         """Same as for the inner model; scores stay in full precision."""
         return self.inner.has_bf16_products(dense)

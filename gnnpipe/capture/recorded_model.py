@@ -62,6 +62,11 @@ class RecordedModel(Model):
         return self.recording.edge_inputs
 
     @property
+    def calls_text(self) -> str:
+        """The recorded calls with their constants."""
+        return str(self.recording.graph_module.graph)
+
+    @property
     def size_text(self) -> str:
         """Numbers of ops and of aggregations, and whether edges are random."""
         ops = self.recording.ops

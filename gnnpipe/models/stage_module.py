@@ -188,6 +188,11 @@ class Model(ABC):
         return frozenset()
 
     @property
+    def calls_text(self) -> str:
+        """The recorded calls with their constants; '' if the model is not recorded."""
+        return ""
+
+    @property
     @abstractmethod
     def size_text(self) -> str:
         """The size as printed: '8 ops, 4 aggregations'."""

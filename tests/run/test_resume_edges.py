@@ -9,10 +9,13 @@ import torch
 from helpers import small_graph
 from resume_runs import EPOCHS, config, table
 from test_resume import damage, outcome, stop_after
+from torch import nn
+from torch_geometric.nn import GCN2Conv
 
 from gnnpipe import Trainer
 from gnnpipe.checkpoint import writer
 from gnnpipe.errors import FailedError, InputError, StoppedError
+from gnnpipe.run import resume
 from gnnpipe.run.resume import resumed_config
 from gnnpipe.train import loop, trainer
 
@@ -131,6 +134,56 @@ def test_another_model_with_fewer_weights_is_refused(tmp_path):
     Trainer(run, small_graph()).fit()
     with pytest.raises(InputError, match="--layers: is 3 now, and 4 in"):
         Trainer(replace(run, layers=3, epochs=6), small_graph(), resume=out).fit()
+
+
+class Deep(nn.Module):
+    """GCNII with a choice of everything that shapes of weights do not show."""
+
+    def __init__(self, alpha=0.1, dropout=0.5, act="relu", scale=1.0, has_residual=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.leave = nn.Linear(7, 8), nn.Linear(8, 3)
+        self.conv, self.drop = GCN2Conv(8, alpha, 1.0, 1), nn.Dropout(dropout)
+        self.act, self.scale, self.has_residual = act, scale, has_residual
+
+    def forward(self, x, edge_index):
+        first = self.drop(self.enter(x))
+        x = getattr(torch, self.act)(self.conv(first, first, edge_index)) * self.scale
+        return self.leave(first + x if self.has_residual else x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"alpha": 0.6}, {"dropout": 0.0}, {"act": "tanh"}, {"scale": 0.5}, {"has_residual": True}],
+)
+def test_a_changed_forward_is_refused(change, tmp_path):
+    out, graph = tmp_path / "run", small_graph()
+    Trainer(config(out, epochs=4, checkpoint_every=2), graph, Deep()).fit()
+    longer = resumed_config(out, {"epochs": 6})
+    with pytest.raises(InputError, match=r"model: its forward.* has changed since .*epoch-000004"):
+        Trainer(longer, graph, Deep(**change), resume=out).fit()
+    assert Trainer(longer, graph, Deep(), resume=out).fit().epochs == 6
+
+
+def test_a_forward_recorded_by_another_version_is_not_compared(tmp_path, monkeypatch, capsys):
+    out, graph = tmp_path / "run", small_graph()
+    Trainer(config(out, epochs=4, checkpoint_every=2), graph, Deep()).fit()
+    monkeypatch.setattr(resume, "__version__", "9.9")
+    longer = resumed_config(out, {"epochs": 6, "quiet": False})
+    assert Trainer(longer, graph, Deep(alpha=0.6), resume=out).fit().epochs == 6
+    assert "whether the model has changed is not checked" in capsys.readouterr().out
+
+
+def test_a_checkpoint_from_before_forwards_were_compared(tmp_path, monkeypatch):
+    def before(*parts):
+        return {k: v for k, v in resume.identity_of(*parts).items() if k != resume.FORWARD}
+
+    out, graph = tmp_path / "run", small_graph()
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "identity_of", before)
+        Trainer(config(out, epochs=4, checkpoint_every=2), graph, Deep()).fit()
+    longer = resumed_config(out, {"epochs": 6})
+    assert Trainer(longer, graph, Deep(), resume=out).fit().epochs == 6
 
 
 def test_a_disk_that_ranks_do_not_share_is_found(tmp_path, monkeypatch):
