@@ -16,6 +16,7 @@ from gnnpipe.capture.edge_work.modules import EdgeModule
 from gnnpipe.capture.edge_work.program import EdgeSets, EdgeWork, graph_of_sets, random_numbers_of
 from gnnpipe.capture.edge_work.separate import separate, works_on_edges
 from gnnpipe.capture.fx_names import EDGES, OpaqueConvError
+from gnnpipe.capture.markers import aggregate, is_mean
 from gnnpipe.capture.preserve import unchanged, without_caches
 from gnnpipe.capture.recording import Recording, inputs_are_fixed
 from gnnpipe.capture.rewrite import aggregate_features_first
@@ -71,10 +72,13 @@ class RecordedModel(Model):
         """Numbers of ops and of aggregations, and whether edges are random."""
         ops = self.recording.ops
         once = sum(map(self.recording.aggregates_features, ops))
-        count = sum(map(self.recording.aggregates, ops)) + once
+        # Such as those of BatchNorm in training.
+        means = sum(op.target is aggregate and is_mean(op) for op in ops)
+        count = sum(map(self.recording.aggregates, ops)) + once - means
         of_features = f" ({once} of the features, computed once)" if once else ""
         random = ", random edges in every epoch" if self.edges_are_random else ""
-        return f"{len(ops)} ops, {count} aggregations{of_features}{random}"
+        of_all = f", {means} means over all vertices" if means else ""
+        return f"{len(ops)} ops, {count} aggregations{of_features}{of_all}{random}"
 
     def has_bf16_products(self, dense: Collection[str]) -> bool:
         """Whether bf16 products apply to some linear map (see ``Model``)."""

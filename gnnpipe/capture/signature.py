@@ -44,7 +44,8 @@ def edge_inputs(model: nn.Module, method: str, graph: Graph) -> list[str]:
         if p.default is p.empty and p.name not in known:
             refuse(
                 f"{name} needs {p.name!r}, which the graph lacks",
-                "give it a default, or wrap the model in a module that passes it",
+                "add it to the graph if it is data of edges, give it a default, or wrap the "
+                "model in a module that passes it",
             )
     needed = [p.name for p in named if p.name in known and p.default is p.empty]
     optional = [p.name for p in named if p.name in known and p.default is not p.empty]

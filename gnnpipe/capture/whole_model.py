@@ -193,7 +193,7 @@ def _check_widths(fault: str, sample: Sample, graph: Graph) -> None:
             f"model: takes {taken} features, but graph {graph.name!r} has {given} (with "
             "--label-inputs, labels are features, too)"
         )
-    of_edges = [k for k, v in sample.edge_data.items() if v.dim() == 2 and v.shape[1] == given]
+    of_edges = [k for k, v in sample.edge_data.items() if v[:1].numel() == given]
     if of_edges and rows >= sample.graph.num_edges:
         raise InputError(
             f"model: takes {taken} numbers for each edge, but {of_edges[0]} of graph "

@@ -36,8 +36,20 @@ class Edges:
 
 def clean_edge_data(given: Mapping[str, Any], name: str, edge_index: Any) -> dict[str, Any]:
     """Edge data in the number types of ``Graph``; ``InputError`` naming the faulty field."""
-    e = np.atleast_1d(np.asarray(edge_index)).shape[-1]
+    e = _two_rows(edge_index, name).shape[1] if given else 0
     return {field: _clean_field(field, values, name, e) for field, values in given.items()}
+
+
+def _two_rows(edge_index: Any, name: str) -> npt.NDArray[Any]:
+    """``edge_index`` as an array [2, E]; ``InputError`` for another shape."""
+    edges = np.asarray(edge_index)
+    if edges.ndim != 2 or edges.shape[0] != 2:
+        fail(
+            name,
+            f"edge_index has shape {list(edges.shape)}",
+            "[2, E]: row 0 the sources, row 1 the targets",
+        )
+    return edges
 
 
 def _clean_field(field: str, values: Any, name: str, e: int) -> npt.NDArray[Any]:
@@ -86,13 +98,7 @@ def sorted_edges(
     ``keeps_order``: also return the order of the edges as they were given; symmetrized edges have
     none.
     """
-    edges = np.asarray(edge_index)
-    if edges.ndim != 2 or edges.shape[0] != 2:
-        fail(
-            name,
-            f"edge_index has shape {list(edges.shape)}",
-            "[2, E]: row 0 the sources, row 1 the targets",
-        )
+    edges = _two_rows(edge_index, name)
     if edges.dtype.kind not in "iu":
         fail(name, f"edge_index is of type {edges.dtype}", "whole numbers such as int64")
     e = edges.shape[1]

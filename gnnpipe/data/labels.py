@@ -98,7 +98,7 @@ def clean_labels(y: Any, name: str, num_classes: int | None) -> Labels:
     limit = max(len(labels), 2) if num_classes is None else num_classes
     hint = " numbered without gaps" if num_classes is None else f" (num_classes is {limit})"
     bad = (labels < -1) | (labels >= limit)
-    _fail_if(labels, bad, name, " is out of range", f"classes 0..{limit - 1}{hint}")
+    _fail_if(labels, bad, name, " is out of range", f"classes 0..{limit - 1}{hint}, -1 = none")
     return labels
 
 

@@ -203,8 +203,8 @@ def _made(factory: SchedulerFactory, optimizer: Optimizer) -> Scheduler:
     made = factory(optimizer)
     if not isinstance(made, Scheduler):
         raise InputError(
-            f"scheduler: returned a {type(made).__name__}, not a torch.optim.lr_scheduler; try "
-            "lambda optimizer: CosineAnnealingLR(optimizer, epochs)"
+            f"scheduler: returned an object of type {type(made).__name__}, not a "
+            "torch.optim.lr_scheduler; try lambda optimizer: CosineAnnealingLR(optimizer, epochs)"
         )
     if made.optimizer is not optimizer:
         raise InputError(

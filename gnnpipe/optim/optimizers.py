@@ -84,7 +84,8 @@ def make_optimizer(
     given = choice if isinstance(choice, Optimizer) else choice(module)
     if not isinstance(given, Optimizer):
         raise InputError(
-            f"optimizer: returned a {type(given).__name__}, not a torch.optim.Optimizer"
+            f"optimizer: returned an object of type {type(given).__name__}, not a "
+            "torch.optim.Optimizer"
         )
     _check_usable(type(given))
     return _for_stage(given, module, own)

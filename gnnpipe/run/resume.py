@@ -130,7 +130,7 @@ def resumed_config(run: str | Path, changes: Mapping[str, Any] | None = None) ->
             value = absolute_name(value)
         if name in FIXED and name in values and value != values[name]:
             raise InputError(
-                f"{flag(name)} {value}: the run in {str(run)!r} has {values[name]}, which a "
+                f"{flag(name)} {value}: the run in {str(run)!r} has {values[name]!r}, which a "
                 "resumed run cannot change; leave it out, or start a new run without --resume"
             )
     own_plan = Path(run) / "plan.json"

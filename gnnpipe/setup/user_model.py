@@ -44,7 +44,8 @@ def make_user_model(config: TrainConfig, graph: Graph) -> nn.Module:
     model = make(*inputs, **model_args(config.model_args))
     if not isinstance(model, nn.Module):
         raise InputError(
-            f"--model {config.model!r}: returned a {type(model).__name__}, not a torch.nn.Module"
+            f"--model {config.model!r}: returned an object of type {type(model).__name__}, not a "
+            "torch.nn.Module"
         )
     return model
 
@@ -64,7 +65,7 @@ def num_inputs(config: TrainConfig) -> int:
     if Parameter.VAR_POSITIONAL not in kinds.values():
         ahead = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         count = min(sum(kind in ahead for name, kind in kinds.items() if name not in given), 2)
-    start = f"--model-args {config.model_args!r}: "
+    start = f"--model-args {config.model_args!r}: " if given else "--model: "
     for name in given:
         if name not in kinds and Parameter.VAR_KEYWORD not in kinds.values():
             raise InputError(
@@ -74,8 +75,9 @@ def num_inputs(config: TrainConfig) -> int:
         signature.bind(*(None, None)[:count], **given)
     except TypeError as error:
         raise InputError(
-            f"{start}{config.model} cannot be called with these arguments, the graph and the "
-            f'config ({error}); try --model-args "width=64", with the names that it takes'
+            f"{start}{config.model} cannot be called with the graph, the config and the arguments "
+            f"in --model-args ({error}); give further arguments a default, or a value by "
+            '--model-args "NAME=VALUE"'
         ) from None
     return count
 

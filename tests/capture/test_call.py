@@ -297,7 +297,8 @@ def test_features_of_another_width_are_named():
         losses(data, SAGEConv(9, 3))
 
 
-def test_edge_features_of_another_width_are_named():
+@pytest.mark.parametrize("width", [1, 2])
+def test_edge_features_of_another_width_are_named(width):
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -306,9 +307,12 @@ def test_edge_features_of_another_width_are_named():
         def forward(self, x, edge_index, edge_attr):
             return self.conv(x, edge_index, edge_attr)
 
-    named = r"takes 4 numbers for each edge, but edge_attr of graph 'pyg' has 2; .* \(edge_dim"
+    data = data_with_attributes()
+    if width == 1:
+        data.edge_attr = data.edge_attr[:, 0]  # [E], as PyG allows
+    named = rf"4 numbers for each edge, but edge_attr of graph 'pyg' has {width}; .* \(edge_dim"
     with pytest.raises(InputError, match=named):
-        losses(data_with_attributes(), Net())
+        losses(data, Net())
 
 
 def test_features_where_a_data_is_meant_are_named():

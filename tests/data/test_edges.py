@@ -154,6 +154,10 @@ def test_files_may_hold_it(tmp_path):
         ({"edge_weight": torch.ones(5)}, r"edge_weight has shape \[5\] for 6 edges"),
         ({"edge_attr": torch.ones(6, 2, 2)}, r"edge_attr has shape \[6, 2, 2\].*\[E, D\]"),
         ({"edge_weight": torch.ones(6, 2)}, r"edge_weight has shape \[6, 2\]"),
+        (
+            {"edge_attr": torch.ones(6, 2), "edge_index": torch.zeros(6, 2, dtype=torch.long)},
+            r"edge_index has shape \[6, 2\]; try: \[2, E\]",
+        ),
         ({"edge_type": torch.ones(6)}, "edge_type is of type float32"),
         ({"edge_type": torch.arange(6) - 1}, "has numbers below 0"),
         ({"edge_weight": torch.tensor([1, 1, 1, 1, 1, torch.nan])}, r"edge_weight\[5\] = nan"),

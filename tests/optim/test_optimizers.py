@@ -313,13 +313,13 @@ class NeedsClosure(torch.optim.SGD):
         ({"optimizer": nn.Linear}, "optimizer: is the class Linear, not a torch.optim.Optimizer"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss several times"),
         ({"optimizer": NeedsClosure}, "NeedsClosure needs a closure in its step"),
-        ({"optimizer": lambda model: None}, "optimizer: returned a NoneType"),
+        ({"optimizer": lambda model: None}, "optimizer: returned an object of type NoneType"),
         (
             {"optimizer": lambda model: torch.optim.SGD(nn.Linear(2, 3).parameters())},
             r"group 0 has a parameter of shape \[3, 2\] that is not the model's",
         ),
         ({"scheduler": 0.5}, "scheduler: is a float; pass a function of the optimizer"),
-        ({"scheduler": lambda optimizer: None}, "scheduler: returned a NoneType"),
+        ({"scheduler": lambda optimizer: None}, "scheduler: returned an object of type NoneType"),
         (
             {"scheduler": lambda _: lr_scheduler.ConstantLR(only_the_body(sage()))},
             "scheduler: was made for another optimizer",

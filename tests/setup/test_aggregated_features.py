@@ -91,6 +91,14 @@ def given_ops(prepared):
     return [op for op in prepared.model_graph.ops if op.is_given]
 
 
+def test_means_of_batch_norm_are_no_aggregations():
+    module = GCN(7, 16, 2, 3, norm="BatchNorm")
+    prepared = prepare(config("own gcn", chunks=2), Mesh.alone(), small_graph(), module)
+    once = "(1 of the features, computed once)"
+    text = prepared.model.size_text
+    assert text.endswith(f"2 aggregations {once}, 2 means over all vertices")
+
+
 @pytest.mark.parametrize("name", ONCE)
 def test_aggregations_of_features_of_each_model(name):
     prepared = prepare(config(name), Mesh.alone(), small_graph(), module_of(name))

@@ -130,7 +130,7 @@ def test_every_rank_makes_it(net, stages, shards):
         ("net.py:number", "names a value of type int; name a function of graph and config"),
         ("./net:make_model", "'./net' is no module; give FILE.py:NAME"),
         (":make_model", "'' is no module; give FILE.py:NAME"),
-        ("net.py:returns_nothing", "returned a NoneType, not a torch.nn.Module"),
+        ("net.py:returns_nothing", "returned an object of type NoneType, not a torch.nn.Module"),
     ],
 )
 def test_a_wrong_name(net, name, words):
@@ -151,7 +151,7 @@ def test_arguments_of_the_model(net, name):
     ("args", "words"),
     [
         ("widht=5", "net.py:with_width has no argument 'widht'; did you mean 'width'"),
-        ("graph=5", "cannot be called with these arguments, .*missing a required"),
+        ("graph=5", "cannot be called with the graph, .*missing a required"),
         ("", "--model-args '': .* cannot be called .*missing a required argument: 'width'"),
         ("width=[", "'width=\\['.*; try keyword arguments"),
         (
