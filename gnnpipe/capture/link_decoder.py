@@ -40,7 +40,7 @@ class PairModel(Model):
         than the two ends.
         """
         self.inner, self.num_ops, self.width = inner, num_ops, width
-        self.name = inner.name
+        self.name, self.digest = inner.name, inner.digest
         self.has_decode = inspect.ismethod(getattr(inner.module, "decode", None))
         found: _Tried = _try_out(inner.module, width) if self.has_decode else ((), (), 0)
         self.drops, self.decode_weights, self.kept_width = found
@@ -58,11 +58,6 @@ class PairModel(Model):
     def edge_inputs(self) -> frozenset[str]:
         """Edge data that the inner model reads."""
         return self.inner.edge_inputs
-
-    @property
-    def calls_text(self) -> str:
-        """The inner model's calls."""
-        return self.inner.calls_text
 
     def has_bf16_products(self, dense: Collection[str]) -> bool:
         """Same as for the inner model; scores stay in full precision."""

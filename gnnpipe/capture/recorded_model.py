@@ -41,6 +41,8 @@ class RecordedModel(Model):
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.name = type(recording.model).__name__
+        # Now, because training may change non-persistent buffers.
+        self.digest = recording.digest
 
     @property
     def module(self) -> nn.Module:
@@ -63,21 +65,16 @@ class RecordedModel(Model):
         return self.recording.edge_inputs
 
     @property
-    def calls_text(self) -> str:
-        """The recorded calls with their constants."""
-        return str(self.recording.graph_module.graph)
-
-    @property
     def size_text(self) -> str:
         """Numbers of ops and of aggregations, and whether edges are random."""
         ops = self.recording.ops
         once = sum(map(self.recording.aggregates_features, ops))
-        # Such as those of BatchNorm in training.
-        means = sum(op.target is aggregate and is_mean(op) for op in ops)
-        count = sum(map(self.recording.aggregates, ops)) + once - means
+        # For example the means and variances of BatchNorm.
+        over_all = sum(op.target is aggregate and is_mean(op) for op in ops)
+        count = sum(map(self.recording.aggregates, ops)) + once - over_all
         of_features = f" ({once} of the features, computed once)" if once else ""
         random = ", random edges in every epoch" if self.edges_are_random else ""
-        of_all = f", {means} means over all vertices" if means else ""
+        of_all = f", {over_all} over all vertices" if over_all else ""
         return f"{len(ops)} ops, {count} aggregations{of_features}{of_all}{random}"
 
     def has_bf16_products(self, dense: Collection[str]) -> bool:

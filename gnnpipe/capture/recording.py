@@ -9,15 +9,18 @@ that needs a helper computes it again.
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from gnnpipe.capture.buffers import assigned, sources_of
 from gnnpipe.capture.call_facts import Facts
+from gnnpipe.capture.edge_work.modules import EdgeFragment
 from gnnpipe.capture.edge_work.program import EdgeWork
 from gnnpipe.capture.fx_names import FEATURES, attribute, edges_read, input_number, is_input
 from gnnpipe.capture.markers import aggregate, is_sum
@@ -41,6 +44,24 @@ class Assignment:
     """The sums over all vertices that the value is made of."""
     buffers: Mapping[str, Tensor]
     """The buffer, and the buffers that the value is made of, by name."""
+
+
+def _settings(model: nn.Module) -> Iterator[str]:
+    """Numbers and texts among the attributes of PyG's and torch's modules, such as ``alpha``."""
+    for path, module in model.named_modules():
+        kind = type(module)
+        if kind.__module__.partition(".")[0] in ("torch", "torch_geometric"):
+            known = {k: v for k, v in vars(module).items() if isinstance(v, (int, float, str))}
+            known = {k: v for k, v in sorted(known.items()) if k[0] != "_" and k != "training"}
+            yield f"{path} {kind.__qualname__} {known}"
+
+
+def _checksum(constant: Tensor) -> str:
+    """Checksum of a tensor's numbers; of a sparse tensor its shape."""
+    if constant.layout is not torch.strided:
+        return str(list(constant.shape))
+    flat = constant.detach().cpu().reshape(-1).contiguous()
+    return f"{flat.dtype} {zlib.crc32(flat.view(torch.uint8).numpy().tobytes()):08x}"
 
 
 def inputs_are_fixed(edge_work: EdgeWork | None, features_change: bool) -> bool:
@@ -93,8 +114,23 @@ class Recording:
 
     @property
     def digest(self) -> str:
-        """Text that is equal on two ranks if and only if they recorded the same calls."""
-        return str(self.graph_module.graph) + str(list(self.facts.values()))
+        """Checksum of the calls, their constants, and the settings of PyG's and torch's modules.
+
+        Without weights, and without the code of convolutions that are recorded as a single call.
+        """
+        programs = [self.graph_module]
+        programs += [] if self.edge_work is None else [self.edge_work.program]
+        programs += [m.calls for m in self.graph_module.modules() if isinstance(m, EdgeFragment)]
+        state = {id(t) for t in self.model.state_dict(keep_vars=True).values()}
+        parts = list(_settings(self.model))
+        for program in programs:
+            parts.append(str(program.graph))
+            for call in program.graph.nodes:
+                value = attribute(program, str(call.target)) if call.op == "get_attr" else None
+                if isinstance(value, Tensor) and id(value) not in state:
+                    parts.append(f"{call.target} {_checksum(value)}")
+        text = "\n".join(parts)
+        return f"{zlib.crc32(text.encode()):08x}"
 
     @cached_property
     def ops(self) -> list[fx.Node]:

@@ -193,7 +193,9 @@ def _check_widths(fault: str, sample: Sample, graph: Graph) -> None:
             f"model: takes {taken} features, but graph {graph.name!r} has {given} (with "
             "--label-inputs, labels are features, too)"
         )
-    of_edges = [k for k, v in sample.edge_data.items() if v[:1].numel() == given]
+    # edge_attr first: weights and types of edges are one number each, too.
+    data = sorted(sample.edge_data.items(), key=lambda item: item[0] != "edge_attr")
+    of_edges = [name for name, values in data if values[:1].numel() == given]
     if of_edges and rows >= sample.graph.num_edges:
         raise InputError(
             f"model: takes {taken} numbers for each edge, but {of_edges[0]} of graph "

@@ -86,7 +86,7 @@ def _load(path: Path) -> Any:
         wrong = f"not read, because it holds {found[1]}, which is not data and may run code"
         _fail(path, wrong, "torch.save(data, path) of a Data, or in Python Graph.from_pyg(data)")
     except (*UNREADABLE, AssertionError, AttributeError) as error:
-        # Of a damaged pickle torch's error is a number alone.
+        # torch's error for a damaged pickle may be only a number.
         why = re.sub(r"^\d*$", "damaged", " ".join(str(error).split())[:200])
         _fail(path, f"not a readable .pt file ({why})", "torch.save(data, path) of a Data")
 

@@ -181,16 +181,13 @@ class Model(ABC):
     """A whole model, to be split into stages. Ops are numbered from 0 in topological order."""
 
     name: str
+    digest: str = ""
+    """Checksum of the recorded operations and their constants; '' if the model is not recorded."""
 
     @property
     def edge_inputs(self) -> frozenset[str]:
         """Fields of ``Graph.edge_data`` that the model reads."""
         return frozenset()
-
-    @property
-    def calls_text(self) -> str:
-        """The recorded calls with their constants; '' if the model is not recorded."""
-        return ""
 
     @property
     @abstractmethod

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from gnnpipe.config.fields import flag
 from gnnpipe.config.settings import BY_CHUNK_SETTINGS
 from gnnpipe.errors import InputError
 from gnnpipe.files import like_run_in, read_text
-from gnnpipe.models import Model
 from gnnpipe.perf import CommVolume
 from gnnpipe.planner import PLANNERS
 from gnnpipe.run.early_stopping import target_is_reached
@@ -184,29 +183,27 @@ class Start:
         """Number of completed epochs."""
         return len(self.rows)
 
-    def changes(self, cut: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
-        """Return a message if versions, steps, or the vertices of equally many parts, differ."""
-        # Older checkpoints store no steps.
+    def changes(self, cut: Mapping[str, Any], identity: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a message if libraries, optimizer steps or the partition differ."""
+        # Older checkpoints store neither libraries nor steps.
+        before = self.identity.get(LIBRARIES, identity[LIBRARIES])
+        if before != identity[LIBRARIES]:
+            yield (
+                f"the checkpoint was written with {before}, and the run goes on with "
+                f"{identity[LIBRARIES]}: whether the model has changed is not checked, and results "
+                "may not be bitwise reproducible; for both, resume with the earlier versions"
+            )
         if self.cut.get("steps", cut["steps"]) != cut["steps"]:
-            return (
+            yield (
                 f"optimizer steps differ from before: {cut['steps']}; before: {self.cut['steps']}: "
                 "from here on the run trains in another way"
             )
-        made_by, now = (
-            parts.get(FORWARD, {}).get("made by") for parts in (self.identity, identity)
-        )
-        if made_by and made_by != now:
-            return (
-                f"the run was started with {made_by}, and goes on with {now}: whether the model "
-                "has changed is not checked, and results are not bitwise reproducible"
-            )
         is_recut = self.cut.get("digest") != cut["digest"]
         if is_recut and all(self.cut.get(name) == cut[name] for name in ("chunks", "shards")):
-            return (
+            yield (
                 "the partition differs from before (another plan, METIS version, --order or "
                 "--partitioner?): the run continues, but its results are not bitwise reproducible"
             )
-        return ""
 
     def is_over(self, config: TrainConfig) -> bool:
         """Return whether the run has ended: all epochs are done, or a setting has stopped it."""
@@ -215,7 +212,9 @@ class Start:
     def check(self, identity: Mapping[str, Any]) -> None:
         """Raise ``InputError`` if the graph or the model differ from those of the run."""
         for what, value in identity.items():
-            if what == FORWARD or (what in _UNKNOWN and what not in self.identity):
+            if what == LIBRARIES or (what in _UNKNOWN and what not in self.identity):
+                continue
+            if what == DIGEST and self.identity.get(LIBRARIES) != identity[LIBRARIES]:
                 continue
             if what not in self.identity or self.identity[what] != value:
                 name = flag(what) if what in FIXED else f"the {what} of the run"
@@ -225,17 +224,6 @@ class Start:
                     f"{self.stored.path.parents[1] / 'config.toml'}), or start a new run without "
                     "--resume"
                 )
-        self._check_forward(identity[FORWARD])
-
-    def _check_forward(self, now: Mapping[str, str]) -> None:
-        """Raise ``InputError`` if the same libraries have recorded another forward."""
-        before = self.identity.get(FORWARD, now)  # older checkpoints do not tell
-        if before["made by"] == now["made by"] and before["digest"] != now["digest"]:
-            raise InputError(
-                "model: its forward, or a setting of one of its modules such as a dropout rate, "
-                f"has changed since {self.stored.path} was written; resume with the model of the "
-                "run, or start a new run without --resume"
-            )
 
     @property
     def refill_epochs(self) -> int:
@@ -256,36 +244,13 @@ _FIRST_CHOICES = {
 """Parts of the identity that checkpoints from before there was a choice do not have."""
 
 
-_UNKNOWN = ("choice of the optimizer", "loss")
+DIGEST, LIBRARIES = "operations", "recorded by"
+"""Parts of the identity: the model's digest, and the libraries that recorded the model. Another
+version may record the same model in another way."""
+
+
+_UNKNOWN = ("choice of the optimizer", "loss", DIGEST, LIBRARIES)
 """Parts of the identity that older checkpoints do not tell."""
-
-
-FORWARD = "forward"
-"""The part of the identity that tells what the model computes."""
-
-
-def _forward_of(model: Model) -> dict[str, str]:
-    """Return a digest of the model's calls and of its modules' settings, and the libraries."""
-    parts = [model.calls_text]
-    for path, module in model.module.named_modules():
-        values = {
-            name: value
-            for name, value in sorted(vars(module).items())
-            if not name.startswith("_") and name != "training" and _is_plain(value)
-        }
-        parts.append(f"{path} {type(module).__qualname__} {values}")
-    # Another version may record the same model in another way.
-    libraries = (
-        f"gnnpipe {__version__}, torch {torch.__version__}, PyG {torch_geometric.__version__}"
-    )
-    return {"digest": f"{zlib.crc32(chr(10).join(parts).encode()):08x}", "made by": libraries}
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether a setting is a number or text, or a list of them."""
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def identity_of(
@@ -304,7 +269,9 @@ def identity_of(
         "choice of the optimizer": "passed in" if prepared.optimizer else "by --optimizer",
         "scheduler": "passed in" if has_own_scheduler else "by --lr-schedule",
         "loss": "passed in" if prepared.loss_fn else "that of the labels",
-        FORWARD: _forward_of(prepared.model),
+        DIGEST: prepared.model.digest,
+        LIBRARIES: f"gnnpipe {__version__}, torch {torch.__version__}, "
+        f"PyG {torch_geometric.__version__}",
         "weights": f"{zlib.crc32(repr(shapes).encode()):08x}",
         "graph": prepared.digest,
     }

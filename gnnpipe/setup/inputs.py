@@ -271,7 +271,7 @@ def choose_model(
         try:
             is_rounded, has_labels = config.matmul_dtype == "bf16", bool(config.label_inputs)
             found = capture(model, graph, is_rounded, has_labels)
-            digest, width = found.recording.digest, found.width
+            digest, width = found.digest, found.width
         except InputError as reason:
             if must_record:
                 raise

@@ -65,7 +65,7 @@ def num_inputs(config: TrainConfig) -> int:
     if Parameter.VAR_POSITIONAL not in kinds.values():
         ahead = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         count = min(sum(kind in ahead for name, kind in kinds.items() if name not in given), 2)
-    start = f"--model-args {config.model_args!r}: " if given else "--model: "
+    start = f"--model-args {config.model_args!r}: " if given else f"--model {config.model!r}: "
     for name in given:
         if name not in kinds and Parameter.VAR_KEYWORD not in kinds.values():
             raise InputError(
@@ -75,7 +75,7 @@ def num_inputs(config: TrainConfig) -> int:
         signature.bind(*(None, None)[:count], **given)
     except TypeError as error:
         raise InputError(
-            f"{start}{config.model} cannot be called with the graph, the config and the arguments "
+            f"{start}{config.model} cannot be called with the arguments graph and config and those "
             f"in --model-args ({error}); give further arguments a default, or a value by "
             '--model-args "NAME=VALUE"'
         ) from None

@@ -119,7 +119,7 @@ class Loop:
     def take(self, start: Start) -> None:
         """Continues from a checkpoint."""
         start.check(self.identity)
-        if message := start.changes(cut_of(self.prepared), self.identity):
+        for message in start.changes(cut_of(self.prepared), self.identity):
             self.progress.say(message)
         kept = load_tensors(start.stored, self.prepared, self.rank_runtime, self.mesh)
         restore_generators(start.stored, self.mesh.rank, self.mesh.world_size)

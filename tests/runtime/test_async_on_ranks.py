@@ -197,7 +197,7 @@ def reference_of(prepared, graph, stages, leads, policy, optimizer, every):
 
 
 def difference(stages, shards, policy, optimizer, every, own="", ahead=1):
-    """Largest difference of losses and weights; runs on every rank. ``own``: of OWN_MODELS."""
+    """Largest difference of losses and weights; runs on every rank. ``own``: key of OWN_MODELS."""
     mesh = Mesh.join(stages, shards)
     graph = small_graph(40, directed=True, sparse=True)
     shape = {"stages": stages, "shards": shards, "chunks": CHUNKS, "schedule": "async"}

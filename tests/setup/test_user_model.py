@@ -151,8 +151,8 @@ def test_arguments_of_the_model(net, name):
     ("args", "words"),
     [
         ("widht=5", "net.py:with_width has no argument 'widht'; did you mean 'width'"),
-        ("graph=5", "cannot be called with the graph, .*missing a required"),
-        ("", "--model-args '': .* cannot be called .*missing a required argument: 'width'"),
+        ("graph=5", "cannot be called with the arguments graph and config .*missing a"),
+        ("", "--model '.*net.py:with_width': .* cannot be called .*missing a required .*'width'"),
         ("width=[", "'width=\\['.*; try keyword arguments"),
         (
             "width=f()",
