@@ -128,8 +128,9 @@ def resumed_config(run: str | Path, changes: Mapping[str, Any] | None = None) ->
         if name == "model":
             value = absolute_name(value)
         if name in FIXED and name in values and value != values[name]:
+            before = "none" if values[name] == "" else values[name]
             raise InputError(
-                f"{flag(name)} {value}: the run in {str(run)!r} has {values[name]!r}, which a "
+                f"{flag(name)} {value}: the run in {str(run)!r} has {before}, which a "
                 "resumed run cannot change; leave it out, or start a new run without --resume"
             )
     own_plan = Path(run) / "plan.json"
