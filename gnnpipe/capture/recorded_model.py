@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import scipy.sparse as sp
 import torch
@@ -18,8 +18,8 @@ from gnnpipe.capture.edge_work.separate import separate, works_on_edges
 from gnnpipe.capture.fx_names import EDGES, OpaqueConvError
 from gnnpipe.capture.markers import aggregate, is_mean
 from gnnpipe.capture.preserve import unchanged, without_caches
-from gnnpipe.capture.recording import Recording, inputs_are_fixed
-from gnnpipe.capture.rewrite import aggregate_features_first
+from gnnpipe.capture.recording import Recording, digest_of, inputs_are_fixed
+from gnnpipe.capture.rewrite import aggregate_before_maps, aggregate_features_first
 from gnnpipe.capture.signature import edge_inputs
 from gnnpipe.capture.stage.block_conv import DropoutMode
 from gnnpipe.capture.stage.stage_module import RecordedStageModule
@@ -38,11 +38,9 @@ from gnnpipe.models.stage_module import Model
 class RecordedModel(Model):
     """A user's model, recorded."""
 
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
+    def __init__(self, recording: Recording, digest: str) -> None:
+        self.recording, self.digest = recording, digest
         self.name = type(recording.model).__name__
-        # Now, because training may change non-persistent buffers.
-        self.digest = recording.digest
 
     @property
     def module(self) -> nn.Module:
@@ -122,7 +120,11 @@ class RecordedModel(Model):
 
 @collector_paused()
 def capture(
-    model: nn.Module, graph: Graph, is_rounded: bool = False, features_change: bool = False
+    model: nn.Module,
+    graph: Graph,
+    is_rounded: bool = False,
+    features_change: bool = False,
+    reads_stale_rows: bool = False,
 ) -> RecordedModel:
     """Record a PyG model whose forward takes (x, edge_index).
 
@@ -131,26 +133,40 @@ def capture(
     ``encode`` is recorded instead if the model has it, as PyG's models do. The recorded model
     shares weights and buffers with ``model``, which is left as it was, except that lazy weights are
     initialised. ``is_rounded``: linear maps are computed in bf16, except the ones that give the
-    logits. ``features_change``: from epoch to epoch. Raises ``InputError`` if the model cannot be
-    recorded.
+    logits. ``features_change``: from epoch to epoch. ``reads_stale_rows``: aggregations may read
+    rows of an earlier epoch, so linear maps are applied behind them. Raises ``InputError`` if the
+    model cannot be recorded.
     """
     method = method_of(model, graph)
     names = edge_inputs(model, method, graph)
     sample = make_sample(model, graph, names)
     initialise_lazy(model, method, sample)
     with unchanged(model):
-        recording, facts, sample, work = _record(model, method, graph, sample, features_change)
-    settings = sample.ends, graph.relations, is_rounded, work, features_change
-    return RecordedModel(Recording(model, recording, facts, *settings))
+        found = _record(model, method, graph, sample, features_change, reads_stale_rows)
+    settings = found.sample.ends, graph.relations, is_rounded, found.work, features_change
+    return RecordedModel(Recording(model, found.calls, found.facts, *settings), found.digest)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    calls: fx.GraphModule
+    digest: str
+    """Equal for calls whose aggregations come before their maps."""
+    facts: dict[fx.Node, Facts]
+    sample: Sample
+    """With the edges that ``work`` makes."""
+    work: EdgeWork | None
 
 
 def _record(
-    model: nn.Module, method: str, graph: Graph, sample: Sample, features_change: bool
-) -> tuple[fx.GraphModule, dict[fx.Node, Facts], Sample, EdgeWork | None]:
-    """The recording, the facts of its calls, and its work on edges with the edges in the sample.
-
-    A convolution that does not run on blocks is recorded call by call.
-    """
+    model: nn.Module,
+    method: str,
+    graph: Graph,
+    sample: Sample,
+    features_change: bool,
+    reads_stale_rows: bool,
+) -> _Recorded:
+    """The recording; a convolution that does not run on blocks is recorded call by call."""
     opened: set[type] = set()
     first: InputError | None = None
     while True:
@@ -162,8 +178,11 @@ def _record(
             has_dense_features = graph.types is None and not sp.issparse(graph.x)
             if has_dense_features and inputs_are_fixed(work, features_change):
                 aggregate_features_first(recording)
+            digest = digest_of(model, recording, work)
+            if reads_stale_rows:
+                aggregate_before_maps(recording, graph.types is not None)
             facts = probe(model, method, recording, samples, graph.vertex_counts)
-            return recording, facts, samples[0], work
+            return _Recorded(recording, digest, facts, samples[0], work)
         except OpaqueConvError as error:
             first = first or error
             if error.kind in opened or issubclass(error.kind, EdgeModule):

@@ -64,6 +64,26 @@ def _checksum(constant: Tensor) -> str:
     return f"{flat.dtype} {zlib.crc32(flat.view(torch.uint8).numpy().tobytes()):08x}"
 
 
+def digest_of(model: nn.Module, calls: fx.GraphModule, edge_work: EdgeWork | None) -> str:
+    """Checksum of recorded calls, their constants, and the settings of PyG's and torch's modules.
+
+    Without weights, and without the code of convolutions that are recorded as a single call.
+    """
+    programs = [calls]
+    programs += [] if edge_work is None else [edge_work.program]
+    programs += [m.calls for m in calls.modules() if isinstance(m, EdgeFragment)]
+    state = {id(t) for t in model.state_dict(keep_vars=True).values()}
+    parts = list(_settings(model))
+    for program in programs:
+        parts.append(str(program.graph))
+        for call in program.graph.nodes:
+            value = attribute(program, str(call.target)) if call.op == "get_attr" else None
+            if isinstance(value, Tensor) and id(value) not in state:
+                parts.append(f"{call.target} {_checksum(value)}")
+    text = "\n".join(parts)
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
 def inputs_are_fixed(edge_work: EdgeWork | None, features_change: bool) -> bool:
     """Whether features and edges are the same in every epoch and in evaluation."""
     return not features_change and (edge_work is None or not edge_work.is_random)
@@ -111,26 +131,6 @@ class Recording:
         calls = fx.GraphModule(root, self.graph_module.graph)
         settings = self.ends, self.relations, self.is_rounded, self.edge_work
         return Recording(twin, calls, self.facts, *settings, self.features_change)
-
-    @property
-    def digest(self) -> str:
-        """Checksum of the calls, their constants, and the settings of PyG's and torch's modules.
-
-        Without weights, and without the code of convolutions that are recorded as a single call.
-        """
-        programs = [self.graph_module]
-        programs += [] if self.edge_work is None else [self.edge_work.program]
-        programs += [m.calls for m in self.graph_module.modules() if isinstance(m, EdgeFragment)]
-        state = {id(t) for t in self.model.state_dict(keep_vars=True).values()}
-        parts = list(_settings(self.model))
-        for program in programs:
-            parts.append(str(program.graph))
-            for call in program.graph.nodes:
-                value = attribute(program, str(call.target)) if call.op == "get_attr" else None
-                if isinstance(value, Tensor) and id(value) not in state:
-                    parts.append(f"{call.target} {_checksum(value)}")
-        text = "\n".join(parts)
-        return f"{zlib.crc32(text.encode()):08x}"
 
     @cached_property
     def ops(self) -> list[fx.Node]:

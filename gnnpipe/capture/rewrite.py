@@ -303,6 +303,59 @@ def aggregate_features_first(recording: fx.GraphModule) -> None:
         one.replace_input_with(x, first)
 
 
+def aggregate_before_maps(recording: fx.GraphModule, is_of_types: bool) -> None:
+    """Turn ``A (x W)`` into ``(A x) W``: rows of an earlier epoch are then stale in x, not in W.
+
+    The gradient of W then counts stale rows, too. Not where x holds columns of the features that no
+    map has made, which may be many; nor for the relations of one vertex type, which read narrow
+    rows of their own. ``is_of_types``: the graph has several vertex types.
+    """
+    for call in list(recording.graph.nodes):
+        kind, _, relation = str(call.kwargs.get("structure", "")).partition(RELATION)
+        if call.target is not aggregate or kind not in LINEAR_KINDS:
+            continue
+        rows: Any = call.args[0]
+        if (relation and not is_of_types) or not _is_product(recording, rows):
+            continue
+        x: Any = rows.args[0]
+        if not _is_of_maps(recording, x):
+            continue
+        with recording.graph.inserting_after(call):
+            product = recording.graph.node_copy(rows)
+        call.replace_all_uses_with(product)
+        call.replace_input_with(rows, x)
+        product.replace_input_with(x, call)
+        if not rows.users:
+            recording.graph.erase_node(rows)
+
+
+def _is_of_maps(recording: fx.GraphModule, rows: fx.Node) -> bool:
+    """Whether no column of rows is the features' but through a matrix of weights."""
+    seen, waiting = {rows}, [rows]
+    while waiting:
+        call = waiting.pop()
+        if is_input(call, FEATURES):
+            return False
+        sources = call.all_input_nodes
+        if call.op == "call_module":
+            module = recording.get_submodule(str(call.target))
+            is_map = any(weight.dim() > 1 for weight in module.parameters())
+        else:
+            is_map = any(_is_matrix(recording, source) for source in sources)
+        new = [source for source in sources if source not in seen and not is_map]
+        seen.update(new)
+        waiting += new
+    return True
+
+
+def _is_matrix(recording: fx.GraphModule, call: fx.Node) -> bool:
+    """Whether a value is a weight of several dimensions, or is made of one such weight alone."""
+    while call.op not in ("get_attr", "placeholder") and len(call.all_input_nodes) == 1:
+        (call,) = call.all_input_nodes
+    value = attribute(recording, str(call.target)) if call.op == "get_attr" else None
+    return isinstance(value, nn.Parameter) and value.dim() > 1
+
+
 def _is_product(recording: fx.GraphModule, call: fx.Node) -> bool:
     """Whether a call is a linear map without bias."""
     if not is_linear(recording, call):

@@ -1,7 +1,7 @@
 """Planners: assign ops, ranks and shares of the work to stages."""
 
 from gnnpipe.planner.auto import AutoPlanner, find_plan
-from gnnpipe.planner.candidate import SearchSpace
+from gnnpipe.planner.candidate import MAX_CHUNKS, SearchSpace
 from gnnpipe.planner.found_plan import FoundPlan
 from gnnpipe.planner.planner import (
     AUTO,
@@ -20,6 +20,7 @@ from gnnpipe.planner.uniform import UniformPlanner
 
 __all__ = [
     "AUTO",
+    "MAX_CHUNKS",
     "PLANNERS",
     "AutoPlanner",
     "FoundPlan",

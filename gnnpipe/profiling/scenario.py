@@ -52,7 +52,7 @@ from gnnpipe.setup.memory_estimate import (
     with_program,
 )
 from gnnpipe.setup.model_graph import describe
-from gnnpipe.setup.prepare import shape_of, training_programs
+from gnnpipe.setup.prepare import may_read_stale_rows, shape_of, training_programs
 from gnnpipe.setup.prepared import Prepared, chunk_order
 from gnnpipe.setup.recompute_every import settle_recompute_every
 
@@ -435,5 +435,7 @@ def model_on_shape(
     )
     check_parts(config, None, module)
     module = made_model(module, config, stand_in)
-    model = choose_model(module, config, stand_in, Mesh.alone(), number_dtype(config), True)
+    is_stale = may_read_stale_rows(config, planner_named(config.plan))
+    dtype = number_dtype(config)
+    model = choose_model(module, config, stand_in, Mesh.alone(), dtype, True, is_stale)
     return describe(model, stand_in)

@@ -254,11 +254,12 @@ def choose_model(
     world: World,
     dtype: torch.dtype,
     must_record: bool,
+    may_be_stale: bool = False,
 ) -> Model:
     """Returns the model, recorded; or as it is if it cannot be and need not be recorded.
 
     The weights are equal on every rank. ``must_record``: the model runs in chunks or on several
-    ranks.
+    ranks. ``may_be_stale``: rows that it reads (``reads_stale_rows``).
     """
     _warn_of_other_type(model, dtype, world)
     error: InputError | None = None
@@ -270,7 +271,7 @@ def choose_model(
         found: RecordedModel | WholeModel
         try:
             is_rounded, has_labels = config.matmul_dtype == "bf16", bool(config.label_inputs)
-            found = capture(model, graph, is_rounded, has_labels)
+            found = capture(model, graph, is_rounded, has_labels, may_be_stale)
             digest, width = found.digest, found.width
         except InputError as reason:
             if must_record:

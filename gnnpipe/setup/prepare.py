@@ -39,12 +39,14 @@ from gnnpipe.perf import CommVolume, ShardRows, closed_form_volume, row_way_byte
 from gnnpipe.perf.workload import num_probes
 from gnnpipe.plan import ModelGraph, Plan, RowWay, StageDag, StagePlan, gradient_buckets
 from gnnpipe.planner import (
+    MAX_CHUNKS,
     PLANNERS,
     GivenPlan,
     GraphCounts,
     Planner,
     PlanRequest,
     Shape,
+    UniformPlanner,
     naming_plan,
     planner_named,
 )
@@ -112,19 +114,31 @@ def prepare(
     dtype = number_dtype(config)
     # Before the partition, which may take long, so that an unusable model is refused at once.
     must_record = config.require_capture or config.chunks * ranks_of(config, planner) > 1
+    may_be_stale = may_read_stale_rows(config, planner)
+
+    def recorded(may_be_stale: bool) -> _Inputs:
+        chosen = choose_model(module, config, complete, world, dtype, must_record, may_be_stale)
+        given = without_unread(complete, chosen, world)
+        own = with_edge_work(given, chosen, config, world)
+        described = describe(chosen, own)
+        return _Inputs(
+            config, world, own, given, digest, chosen, metric, described, loss_fn, optimizer
+        )
+
     with Step("recording the model", config.quiet, world.rank == 0):
-        graph, module, digest = _with_inputs(config, world, graph, model, digest)
-        chosen = choose_model(module, config, graph, world, dtype, must_record)
-    given = without_unread(graph, chosen, world)
-    graph = with_edge_work(given, chosen, config, world)
-    model_graph = describe(chosen, graph)
+        complete, module, digest = _with_inputs(config, world, graph, model, digest)
+        inputs = recorded(may_be_stale)
     if loss_fn is not None:
-        check_loss(loss_fn, graph, model_graph.output_width, dtype)
-    inputs = _Inputs(
-        config, world, graph, given, digest, chosen, metric, model_graph, loss_fn, optimizer
-    )
+        check_loss(loss_fn, inputs.graph, inputs.model_graph.output_width, dtype)
     with naming_plan(planner):
-        found = _prepared(inputs, _plan(inputs, planner), refill_epochs)
+        plan = _plan(inputs, planner)
+        # Only a search does not know this before; stages with some of the ops stay as found.
+        is_known = _reads_stale_rows(config, plan.chunks, plan.schedule) == may_be_stale
+        if not is_known and plan.num_stages == 1 and not plan.ways:
+            inputs = recorded(False)
+            every_op = tuple(range(inputs.model_graph.num_ops))
+            plan = replace(plan, stages=(replace(plan.stages[0], ops=every_op),))
+        found = _prepared(inputs, plan, refill_epochs)
     if config.recompute_every:
         return found
     least_bytes = min(world.gather(rank_memory_bytes(world)))
@@ -146,6 +160,19 @@ class _Inputs:
     model_graph: ModelGraph
     loss_fn: LossFn | None
     optimizer: OptimizerChoice | None
+
+
+def may_read_stale_rows(config: TrainConfig, planner: Planner) -> bool:
+    """Returns whether a usual epoch of the plan, which may not be found yet, reads stale rows."""
+    if isinstance(planner, GivenPlan):
+        return _reads_stale_rows(config, planner.given.chunks, planner.given.schedule)
+    is_search = not isinstance(planner, UniformPlanner)
+    return _reads_stale_rows(config, MAX_CHUNKS if is_search else config.chunks, config.schedule)
+
+
+def _reads_stale_rows(config: TrainConfig, chunks: int, schedule: str) -> bool:
+    is_exact = config.staleness_settings_for(chunks, schedule).is_exact
+    return chunks > 1 and schedule != EXACT_SCHEDULE and not is_exact
 
 
 def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:

@@ -1,0 +1,140 @@
+"""Where rows may be stale, maps come behind the aggregations, so that no row is stale in W."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import plain_pyg_losses, pyg_data, quick_config, small_graph
+from torch import nn
+from torch_geometric.nn import GCNConv, GINConv, GraphConv, HeteroConv, RGCNConv, SAGEConv, SGConv
+
+from gnnpipe import Trainer
+from gnnpipe.planner import GivenPlan
+from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.setup.prepare import prepare
+
+FEATURES, HIDDEN, CLASSES = 7, 8, 3
+
+
+def make_gin(width_in, width_out):
+    return GINConv(nn.Linear(width_in, width_out), train_eps=True)
+
+
+class Net(nn.Module):
+    """Two convolutions; the second one gives narrower rows."""
+
+    def __init__(self, conv=GCNConv):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = conv(FEATURES, HIDDEN), conv(HIDDEN, CLASSES)
+
+    def forward(self, x, edge_index):
+        return self.second(self.first(x, edge_index).relu(), edge_index)
+
+
+class Concatenated(Net):
+    """Reads the features beside hidden rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = GCNConv(FEATURES + HIDDEN, CLASSES)
+
+    def forward(self, x, edge_index):
+        h = self.first(x, edge_index).relu()
+        return self.second(torch.cat([x, h], dim=1), edge_index)
+
+
+class Normalised(Net):
+    """The first convolution reads normalised features, with random zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.first = nn.BatchNorm1d(FEATURES), GCNConv(FEATURES, 5)
+        self.second = GCNConv(5, CLASSES)
+
+    def forward(self, x, edge_index):
+        return super().forward(F.dropout(self.norm(x), 0.5, self.training), edge_index)
+
+
+class Residual(Net):
+    """The second convolution reads a sum of mapped features and hidden rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.into = nn.Linear(FEATURES, HIDDEN)
+
+    def forward(self, x, edge_index):
+        h = self.into(x) + self.first(x, edge_index).relu()
+        return self.second(h, edge_index)
+
+
+class Relations(nn.Module):
+    """Three relations of one vertex type: three narrow products, each read by one relation."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.conv = nn.Linear(FEATURES, HIDDEN), RGCNConv(HIDDEN, CLASSES, 3)
+
+    def forward(self, x, edge_index, edge_type):
+        return self.conv(self.into(x), edge_index, edge_type)
+
+
+MODELS = {
+    "GCN": Net,
+    "SAGE": lambda: Net(SAGEConv),
+    "GraphConv": lambda: Net(GraphConv),
+    "GIN": lambda: Net(make_gin),
+    "residual": Residual,
+}
+def graph_of(sparse=False):
+    return small_graph(features=FEATURES, sparse=sparse)
+
+
+def prepared_run(model, sparse=False, planner=None, **settings):
+    return prepare(quick_config(**settings), Mesh.alone(), graph_of(sparse), model, planner)
+
+
+def pushed(*arguments, **settings):
+    """Widths of the rows that are aggregated in every epoch."""
+    ops = prepared_run(*arguments, **settings).model_graph.ops
+    return [op.push_width for op in ops if op.aggregates and not op.is_mean]
+
+
+@pytest.mark.parametrize(
+    ("settings", "width"),
+    [
+        ({}, CLASSES),
+        ({"chunks": 4}, HIDDEN),
+        ({"chunks": 4, "staleness": "paper"}, HIDDEN),
+        ({"chunks": 4, "staleness": "none"}, HIDDEN),
+        ({"chunks": 4, "staleness": "exact"}, CLASSES),
+        ({"chunks": 4, "exact_epochs": 3}, CLASSES),
+        ({"chunks": 4, "schedule": "1f1b"}, HIDDEN),
+        ({"chunks": 4, "exact_epochs": 5}, CLASSES),
+    ],
+    ids=str,
+)
+def test_maps_come_behind_aggregations_that_may_read_stale_rows(settings, width):
+    assert pushed(Net(), **settings) == [width]
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_of_each_convolution_the_hidden_rows_are_aggregated(name):
+    assert pushed(MODELS[name]()) == [CLASSES]
+    assert pushed(MODELS[name](), chunks=4) == [HIDDEN]
+
+
+@pytest.mark.parametrize(
+    ("model", "sparse", "widths"),
+    [
+        (Net(), True, [HIDDEN - 1, HIDDEN]),
+        (Concatenated(), True, [FEATURES, CLASSES]),
+        (Normalised(), False, [5, 5]),
+    ],
+    ids=["sparse features", "features beside hidden rows", "normalised features"],
+)
+def test_columns_of_the_features_are_mapped_first(model, sparse, widths):
+    """Features may be wide: A (x W) is taken as it is where W makes them narrower."""
+    assert pushed(model, sparse, chunks=4) == widths
