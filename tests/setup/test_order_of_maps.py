@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import plain_pyg_losses, pyg_data, quick_config, small_graph
+from helpers import carrying, plain_pyg_losses, pyg_data, quick_config, small_graph
 from torch import nn
 from torch_geometric.nn import GCNConv, GINConv, GraphConv, HeteroConv, RGCNConv, SAGEConv, SGConv
 
@@ -127,14 +127,18 @@ def test_of_each_convolution_the_hidden_rows_are_aggregated(name):
 
 
 @pytest.mark.parametrize(
-    ("model", "sparse", "widths"),
-    [
-        (Net(), True, [HIDDEN - 1, HIDDEN]),
-        (Concatenated(), True, [FEATURES, CLASSES]),
-        (Normalised(), False, [5, 5]),
-    ],
-    ids=["sparse features", "features beside hidden rows", "normalised features"],
+    ("model", "widths"),
+    [(Concatenated(), [CLASSES]), (Normalised(), [5, 5])],
+    ids=["beside hidden rows", "normalised"],
 )
-def test_columns_of_the_features_are_mapped_first(model, sparse, widths):
-    """Features may be wide: A (x W) is taken as it is where W makes them narrower."""
-    assert pushed(model, sparse, chunks=4) == widths
+def test_columns_of_the_features_are_mapped_first(model, widths):
+    """Features may be wide: A (x W) stays as it is where x has columns that no map has made."""
+    assert pushed(model, chunks=4) == widths
+
+
+def test_relations_of_one_vertex_type_keep_their_narrow_rows():
+    graph = carrying(graph_of(), "edge_type")
+    for chunks in (1, 4):
+        found = prepare(quick_config(chunks=chunks), Mesh.alone(), graph, Relations())
+        widths = [op.push_width for op in found.model_graph.ops if op.aggregates]
+        assert widths == [CLASSES] * 3
