@@ -64,8 +64,7 @@ class Reference:
         self.chunk_of, self.stage_of, self.every = chunk_of, stage_of, steps_every
         self.chunks = int(chunk_of.max()) + 1
         n = graph.num_vertices
-        # The last layer is narrower behind its product, so it pushes the rows of the product.
-        self.tables = [torch.zeros(n, width, dtype=torch.float64) for width in (6, 6, 6, 3)]
+        self.tables = [torch.zeros(n, 6, dtype=torch.float64) for _ in range(4)]
         self.optimizer = torch.optim.Adam(self.weights.values(), lr=LR)
         self.versions = [self._copy()]
         self.older = {}
@@ -87,8 +86,8 @@ class Reference:
         x = self._gcn(1, mine, x, "b").tanh()
         found = self._times(self._read(2, self.mean, mine, x), "c.lin_l.weight")
         x = (self._plus(found, "c.lin_l.bias") + self._times(x, "c.lin_r.weight")).tanh()
-        pushed = self._times(x + h, "d.lin_l.weight")
-        logits = self._plus(self._read(3, self.mean, mine, pushed), "d.lin_l.bias")
+        found = self._times(self._read(3, self.mean, mine, x + h), "d.lin_l.weight")
+        logits = self._plus(found, "d.lin_l.bias")
         logits = logits + self._times(x + h, "d.lin_r.weight")
         rows = self.train[mine]
         loss = F.cross_entropy(logits[rows], self.y[mine][rows], reduction="sum")

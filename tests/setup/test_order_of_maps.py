@@ -1,16 +1,17 @@
 """Where rows may be stale, maps come behind the aggregations, so that no row is stale in W."""
 
-import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import carrying, plain_pyg_losses, pyg_data, quick_config, small_graph
 from torch import nn
-from torch_geometric.nn import GCNConv, GINConv, GraphConv, HeteroConv, RGCNConv, SAGEConv, SGConv
+from torch_geometric.nn import GCNConv, GINConv, GraphConv, RGCNConv, SAGEConv
 
 from gnnpipe import Trainer
-from gnnpipe.planner import GivenPlan
+from gnnpipe.planner import GivenPlan, Shape, UniformPlanner
+from gnnpipe.run.resume import resumed_config
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.setup.prepare import prepare
 
@@ -88,6 +89,8 @@ MODELS = {
     "GIN": lambda: Net(make_gin),
     "residual": Residual,
 }
+
+
 def graph_of(sparse=False):
     return small_graph(features=FEATURES, sparse=sparse)
 
@@ -142,3 +145,77 @@ def test_relations_of_one_vertex_type_keep_their_narrow_rows():
         found = prepare(quick_config(chunks=chunks), Mesh.alone(), graph, Relations())
         widths = [op.push_width for op in found.model_graph.ops if op.aggregates]
         assert widths == [CLASSES] * 3
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_losses_of_exact_epochs_are_those_of_plain_pyg(name):
+    """The maps are behind, because the third epoch may read stale rows."""
+    graph = graph_of()
+    data = pyg_data(graph).apply(lambda t: t.double() if t.is_floating_point() else t)
+    truth = plain_pyg_losses(MODELS[name]().double(), data, (data.x, data.edge_index), 3)
+    config = quick_config(chunks=4, exact_epochs=2, lr=0.01, weight_decay=0.0)
+    trainer = Trainer(config, graph=graph, model=MODELS[name]().double())
+    losses = [row.loss for row in trainer.fit().history]
+    assert losses[:2] == pytest.approx(truth[:2], rel=1e-9)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1)])
+def test_a_run_goes_on_in_another_number_of_chunks(before, after, tmp_path):
+    """The checksum of the operations is that of one model, whatever the order."""
+    out, graph = tmp_path / "run", graph_of()
+    Trainer(
+        quick_config(chunks=before, out=str(out), checkpoint_every=1), graph=graph, model=Net()
+    ).fit()
+    longer = resumed_config(out, {"chunks": after, "epochs": 5})
+    rows = Trainer(longer, graph=graph, model=Net(), resume=out).fit().history
+    assert [row.epoch for row in rows] == [1, 2, 3, 4, 5]
+
+
+def test_an_exact_run_goes_on_with_stale_rows(tmp_path):
+    """Its history tables, if any, have narrower rows."""
+    out, graph = tmp_path / "run", graph_of()
+    config = quick_config(chunks=4, out=str(out), exact_epochs=3, checkpoint_every=1)
+    Trainer(config, graph=graph, model=Net()).fit()
+    longer = resumed_config(out, {"epochs": 5})
+    assert Trainer(longer, graph=graph, model=Net(), resume=out).fit().epochs == 5
+
+
+def test_a_search_that_finds_one_chunk_records_the_narrow_rows():
+    config = quick_config(plan="auto")
+    trainer = Trainer(config, graph=graph_of(), model=Net())
+    trainer.fit()
+    assert trainer.plan.chunks == 1
+    assert pushed(Net(), planner=GivenPlan(trainer.plan)) == [CLASSES]
+
+
+class Fixed:
+    """A search that finds this many stages and chunks."""
+
+    def __init__(self, stages, chunks):
+        self.stages, self.chunks = stages, chunks
+
+    def num_ranks(self, shape):
+        return self.stages
+
+    def plan(self, request):
+        shape = Shape(self.stages, 1, self.chunks)
+        return UniformPlanner().plan(replace(request, shape=shape))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_ops_of_a_search_go_to_the_same_stages_by_name(name):
+    """The plan of one chunk is found for the ops that the one of four chunks has, too."""
+    exact, stale = (
+        prepared_run(MODELS[name](), planner=Fixed(2, chunks), require_capture=True)
+        for chunks in (1, 4)
+    )
+    for stage, other in zip(exact.plan.stages, stale.plan.stages, strict=True):
+        names = {exact.model_graph.ops[i].name for i in stage.ops}
+        assert {stale.model_graph.ops[i].name for i in other.ops} <= names
+
+
+@pytest.mark.parametrize(("chunks", "width"), [(1, CLASSES), (4, HIDDEN)])
+def test_a_given_plan_tells_the_order(chunks, width):
+    config = quick_config(chunks=chunks)
+    plan = prepare(config, Mesh.alone(), graph_of(), Net()).plan
+    assert pushed(Net(), planner=GivenPlan(plan)) == [width]

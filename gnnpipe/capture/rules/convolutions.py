@@ -6,7 +6,7 @@ that returns None or raises ``OtherKindError`` does not support the instance's s
 convolution then runs unchanged on blocks.
 
 If A (x W) = (A x) W, the rule aggregates the narrower of x W and x: aggregated rows are stored and
-sent.
+sent. Where they may be stale, ``rewrite.aggregate_before_maps`` puts W behind A again.
 """
 
 from __future__ import annotations
