@@ -303,12 +303,17 @@ def aggregate_features_first(recording: fx.GraphModule) -> None:
         one.replace_input_with(x, first)
 
 
+COMES_BEHIND = "comes behind"
+"""In ``meta`` of a linear map that was put behind an aggregation. It stays an op of its own, so a
+plan, which numbers ops, serves both orders."""
+
+
 def aggregate_before_maps(recording: fx.GraphModule, is_of_types: bool) -> None:
     """Turn ``A (x W)`` into ``(A x) W``: rows of an earlier epoch are then stale in x, not in W.
 
     The gradient of W then counts stale rows, too. Not where x holds columns of the features that no
     map has made, which may be many; nor for the relations of one vertex type, which read narrow
-    rows of their own. ``is_of_types``: the graph has several vertex types.
+    rows of their own. ``is_of_types``: the graph has several vertex types. The number of ops stays.
     """
     for call in list(recording.graph.nodes):
         kind, _, relation = str(call.kwargs.get("structure", "")).partition(RELATION)
@@ -317,16 +322,43 @@ def aggregate_before_maps(recording: fx.GraphModule, is_of_types: bool) -> None:
         rows: Any = call.args[0]
         if (relation and not is_of_types) or not _is_product(recording, rows):
             continue
-        x: Any = rows.args[0]
-        if not _is_of_maps(recording, x):
+        total = _sum_of_all(recording, call, rows)
+        if total is None or not _is_of_maps(recording, rows.args[0]):
             continue
-        with recording.graph.inserting_after(call):
+        with recording.graph.inserting_after(total):
             product = recording.graph.node_copy(rows)
-        call.replace_all_uses_with(product)
-        call.replace_input_with(rows, x)
-        product.replace_input_with(x, call)
-        if not rows.users:
-            recording.graph.erase_node(rows)
+        total.replace_all_uses_with(product)
+        rows.replace_all_uses_with(rows.args[0])
+        product.replace_input_with(rows.args[0], total)
+        product.meta[COMES_BEHIND] = True
+        recording.graph.erase_node(rows)
+
+
+def _sum_of_all(recording: fx.GraphModule, call: fx.Node, rows: fx.Node) -> fx.Node | None:
+    """What W maps in place of rows: the aggregation ``call``, or ``A x + c x`` with a number c.
+
+    None if something else reads the rows.
+    """
+    others = [user for user in rows.users if user is not call]
+    if not others:
+        return call
+    own, total = others[0], next(iter(call.users), None)
+    if own.target is operator.mul and any(_is_number(recording, factor) for factor in own.args):
+        is_inner = len(own.users) == 1
+    else:
+        own, is_inner = rows, len(rows.users) == 2
+    is_sum = total is not None and total.target is operator.add and {*total.args} == {call, own}
+    return total if is_sum and is_inner and len(others) == len(call.users) == 1 else None
+
+
+def _is_number(recording: fx.GraphModule, factor: Any) -> bool:
+    """Whether a factor is a number, or is made of numbers and weights of one entry."""
+    if not isinstance(factor, fx.Node):
+        return isinstance(factor, int | float)
+    if factor.op == "get_attr":
+        return bool(attribute(recording, str(factor.target)).numel() == 1)
+    is_made = factor.op == "call_function" and bool(factor.args)
+    return is_made and all(_is_number(recording, one) for one in factor.args)
 
 
 def _is_of_maps(recording: fx.GraphModule, rows: fx.Node) -> bool:

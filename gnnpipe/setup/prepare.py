@@ -135,7 +135,9 @@ def prepare(
         if may_be_stale and not _reads_stale_rows(config, plan.chunks, plan.schedule):
             # Only a search does not know this before.
             planned, inputs = inputs.model_graph, recorded(False)
-            plan = _with_ops_of(plan, planned, inputs.model_graph)
+            numbers = {op.name: i for i, op in enumerate(inputs.model_graph.ops)}
+            ways = {numbers[planned.ops[i].name]: way for i, way in plan.ways.items()}
+            plan = replace(plan, ways=ways)
         found = _prepared(inputs, plan, refill_epochs)
     if config.recompute_every:
         return found
@@ -171,24 +173,6 @@ def may_read_stale_rows(config: TrainConfig, planner: Planner) -> bool:
 def _reads_stale_rows(config: TrainConfig, chunks: int, schedule: str) -> bool:
     is_exact = config.staleness_settings_for(chunks, schedule).is_exact
     return chunks > 1 and schedule != EXACT_SCHEDULE and not is_exact
-
-
-def _with_ops_of(plan: Plan, planned: ModelGraph, model: ModelGraph) -> Plan:
-    """Returns the plan for another recording of the model that it was made for.
-
-    An op goes where the op of its name is, or else where the op behind it goes.
-    """
-    numbers = {op.name: i for i, op in enumerate(planned.ops)}
-    before = [plan.num_ops - 1] * model.num_ops
-    for i in reversed(range(model.num_ops)):
-        before[i] = numbers.get(model.ops[i].name, before[min(i + 1, model.num_ops - 1)])
-    stages = [
-        replace(stage, ops=tuple(i for i, op in enumerate(before) if op in stage.ops))
-        for stage in plan.stages
-    ]
-    ways = {i: plan.ways[op] for i, op in enumerate(before) if op in plan.ways}
-    ways = {i: way for i, way in ways.items() if model.ops[i].aggregates}
-    return replace(plan, stages=tuple(stages), ways=ways)
 
 
 def _prepared(inputs: _Inputs, plan: Plan, refill_epochs: int = 0) -> Prepared:

@@ -9,12 +9,12 @@ def ops_of(layers, features_are_given):
     """Ops in order: A aggregates, R is the rest of a layer; G gives aggregated features.
 
     ``features_are_given``: they are aggregated once. If a product makes features narrower it comes
-    first, as P, and N is the rest without it. O is the last layer's rest, without a norm.
+    first, as P, and N or B is the rest without it. The last layer has no norm.
     """
     last = layers - 1
     inner = [(kind, i) for i in range(1, last) for kind in "AR"]
     first = [(kind, 0) for kind in ("GR" if features_are_given else "PAN")]
-    return [*first, *inner, ("A", last), ("O", last)]
+    return [*first, *inner, ("A", last), ("P", last), ("B", last)]
 
 
 def stage(ops, dropped, loss_of, is_end):
@@ -33,8 +33,8 @@ def stage(ops, dropped, loss_of, is_end):
                 x = one.chunk.data["aggregated"]
             elif kind == "P":
                 x = F.linear(x, weights[conv + "lin.weight"])
-            elif kind == "O":
-                x = F.linear(x, weights[conv + "lin.weight"]) + weights[conv + "bias"]
+            elif kind == "B":
+                x = x + weights[conv + "bias"]
             else:
                 x = F.linear(x, weights[conv + "lin.weight"]) if kind == "R" else x
                 x = x + weights[conv + "bias"]
