@@ -85,25 +85,28 @@ def losses(**changes):
 def test_two_epochs_of_two_chunks():
     # Epoch 1, forward. Tables begin at 0.
     #   chunk 0: pushes w1 x = 1 2 3     h = 2, 1 + 3, 2 + 0 (stale)     = 2 4 2
-    #            pushes w2 h = 2 4 2     out = 4, 2 + 2, 4 + 0 (stale)   = 4 4 4
+    #            pushes h = 2 4 2        out = 4, 2 + 2, 4 + 0 (stale)   = 4 4 4, times w2
     #   chunk 1: pushes w1 x = 4 5 6     h = 3 (live) + 5, 4 + 6, 5      = 8 10 5
-    #            pushes w2 h = 8 10 5    out = 2 (live) + 10, 8 + 5, 10  = 12 13 10
+    #            pushes h = 8 10 5       out = 2 (live) + 10, 8 + 5, 10  = 12 13 10, times w2
+    # w1 x is pushed because x holds the features; w2 comes behind its sum.
     # The targets are 3 4 4 11 13 10: two vertices are off by 1, the mean square is 2 / 6.
     first = 2 / 6
     # Backward. The gradient of out is 2 / 6 at vertices 0 and 3, and 0 elsewhere.
-    #   chunk 1: out[3] = row 2 + row 4 of table 2: row 4 is its own, row 2 waits for chunk 0
-    #            dw2 = h[4] / 3 = 10/3;  h[4] = row 3 + row 5 of table 1: dw1 = (4 + 6) / 3 = 10/3
-    #   chunk 0: out[0] = row 1, and chunk 1 has left 1/3 for row 2: dw2 = (h[1] + h[2]) / 3 = 2
+    #   chunk 1: out[3] = w2 (row 2 + row 4 of table 2) = w2 (2 + 10): dw2 = 12 / 3 = 4
+    #            row 4 is its own, row 2 waits for chunk 0
+    #            h[4] = row 3 + row 5 of table 1: dw1 = (4 + 6) / 3 = 10/3
+    #   chunk 0: out[0] = w2 row 1 = 4 w2: dw2 = 4/3
+    #            chunk 1 has left 1/3 for row 2
     #            h[1] = row 0 + row 2, h[2] = row 1 (row 3 was stale: a constant)
     #            dw1 = (1 + 3 + 2) / 3 = 2
     # Both gradients are 16/3. Adam's first step has the size of the learning rate: w1 = w2 = 0.9.
     #
     # Epoch 2. Stale rows are those of epoch 1.
     #   chunk 0: pushes 0.9 1.8 2.7      h = 1.8, 3.6, 1.8 + 4 (stale)
-    #            pushes 1.62 3.24 5.22   out = 3.24, 6.84, 3.24 + 8 (stale)
+    #            pushes 1.8 3.6 5.8      out = 0.9 (3.6, 1.8 + 5.8, 3.6 + 8 (stale))
     #   chunk 1: pushes 3.6 4.5 5.4      h = 2.7 (live) + 4.5, 9, 4.5
-    #            pushes 6.48 8.1 4.05    out = 5.22 (live) + 8.1, 10.53, 8.1
-    off = np.array([3.24 - 3, 6.84 - 4, 11.24 - 4, 13.32 - 11, 10.53 - 13, 8.1 - 10])
+    #            pushes 7.2 9 4.5        out = 0.9 (5.8 (live) + 9, 7.2 + 4.5, 9)
+    off = np.array([3.24 - 3, 6.84 - 4, 10.44 - 4, 13.32 - 11, 10.53 - 13, 8.1 - 10])
     assert losses() == pytest.approx([first, np.mean(off**2)], rel=1e-6)
 
 

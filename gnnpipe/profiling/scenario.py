@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -31,7 +31,14 @@ from gnnpipe.perf import (
 )
 from gnnpipe.perf.workload import STALE_SHARE, num_probes
 from gnnpipe.plan import ALL_ROWS, ModelGraph, Placement, Plan, StageDag
-from gnnpipe.planner import GraphCounts, Planner, PlanRequest, naming_plan, planner_named
+from gnnpipe.planner import (
+    GraphCounts,
+    Planner,
+    PlanRequest,
+    UniformPlanner,
+    naming_plan,
+    planner_named,
+)
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
@@ -71,12 +78,17 @@ def nearest_that_fits(scenario: Scenario, device_bytes: Sequence[int]) -> Shape 
     shards is found by bisection.
     """
     config, model, vertices = scenario.config, scenario.model, scenario.shape.vertices
-    devices = len(device_bytes)
+    devices, planner = len(device_bytes), UniformPlanner()
+    models = {may_read_stale_rows(config, planner): model}
 
     def fits(shards: int, stages: int, chunks: int) -> bool:
         try:
             wanted = replace(config, stages=stages, shards=shards, chunks=chunks, plan="uniform")
-            needed = memory_of_shape(wanted, scenario.shape, model)
+            is_stale = may_read_stale_rows(wanted, planner)
+            if is_stale not in models:
+                describe = scenario.model_with
+                models[is_stale] = model if describe is None else describe(wanted)
+            needed = memory_of_shape(wanted, scenario.shape, models[is_stale])
         except InputError:
             return False
         # The ranks of a stage need the same memory.
@@ -187,6 +199,8 @@ class Scenario:
     """Estimate by rank."""
     shape: GraphShape
     has_forecasts: bool
+    model_with: Callable[[TrainConfig], ModelGraph] | None = None
+    """Describes the model for another number of chunks; None: ``model`` is taken."""
 
     @property
     def plan(self) -> Plan:

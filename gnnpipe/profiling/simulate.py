@@ -31,6 +31,7 @@ from gnnpipe.perf.what_if import (
     task_place,
     what_ifs,
 )
+from gnnpipe.plan import ModelGraph
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.plan.plan import shards_text
 from gnnpipe.planner import AUTO, PLANNERS, Planner, find_plan
@@ -201,10 +202,15 @@ def simulate(
     ranks = ranks_of(config)
     device_bytes = _device_bytes(hardware, cluster, ranks)
 
+    def described(one: TrainConfig) -> ModelGraph:
+        assert shape is not None
+        return model_on_shape(one, shape, detached_copy(model))
+
     def scenario_with(one: TrainConfig) -> Scenario:
         if shape is not None:
-            described = model_on_shape(one, shape, detached_copy(model))
-            return scenario_of_shape(one, shape, described, _least_bytes(device_bytes, ranks))
+            least = _least_bytes(device_bytes, ranks)
+            found = scenario_of_shape(one, shape, described(one), least)
+            return replace(found, model_with=described)
         return _scenario_of_graph(one, graph, model, device_bytes, ranks)
 
     return _simulate(config, scenario_with, profile, hardware, cluster, ranks)

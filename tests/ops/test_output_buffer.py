@@ -16,8 +16,9 @@ from gnnpipe.setup.build import build_rank
 from gnnpipe.setup.prepare import prepare
 from gnnpipe.train.evaluate import evaluate, train_epoch
 
-PLACES = {"gcn": 2, "sage": 2, "gcnii": 3, "resgcn": 4, "gat": 0}
-"""Steps whose pushed rows need no copy, of 4 layers: not where features or a product are pushed."""
+PLACES = {"gcn": 3, "sage": 3, "gcnii": 3, "resgcn": 4, "gat": 0}
+"""Steps whose pushed rows need no copy, of 4 layers: not where features or a product are pushed, as
+in the last layer of an exact GCN or SAGE."""
 EPOCHS, CHUNKS = 4, 5
 
 
@@ -69,7 +70,9 @@ def test_same_bits_as_with_copies(name, settings, monkeypatch):
     made = counted(monkeypatch)
     placed = trained(name, **settings)
     # Evaluation makes its rows there, too.
-    expected = 0 if "comm_dtype" in settings else PLACES[name] * CHUNKS * (EPOCHS + 1)
+    is_narrow = name in ("gcn", "sage") and settings.get("staleness") == "exact"
+    places = PLACES[name] - is_narrow
+    expected = 0 if "comm_dtype" in settings else places * CHUNKS * (EPOCHS + 1)
     assert sum(made) == expected
     monkeypatch.setattr(RecordedStageModule, "writes_output_buffer", lambda self, index: False)
     made.clear()

@@ -158,10 +158,10 @@ def test_last_stages_by_hand():
     # chunk is read on top.
     assert said(second) == 3 * table + table // 5
     # From the call behind it on, the rows that are read are made in the table, and are not held
-    # besides; the last table has a column for each class, and rows of full width wait for it.
-    assert said(second + 1) == 2 * table + 4 * N * 3 + table // 5
-    # One table of full width, and rows that came in or wait for the last step instead of them.
-    assert said(third) == 2 * table + 4 * N * 3 + table // 5
+    # besides; those of the last layer are made in its table, too.
+    assert said(second + 1) == 2 * table + table // 5
+    # Two tables, and what came in.
+    assert said(third) == 3 * table + table // 5
 
 
 class Stacked(nn.Module):

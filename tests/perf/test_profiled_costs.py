@@ -128,19 +128,19 @@ def test_costs_are_those_of_the_profile():
     assert rows + int(sizes.rows[""][0, 0]) == 34
     assert edges + int(sizes.edges[""][0, 0]) == prepared.graph.num_edges
     # The last aggregation reads for the rows that the loss asks for; others are not made.
-    last = prepared.model_graph.ops[-2:]
-    assert [op.aggregates for op in last] == [True, False]
+    last = prepared.model_graph.ops[-3:]
+    assert [op.aggregates for op in last] == [True, False, False]
     assert prepared.loss_rows.ops == {op.name for op in last}
     loss_rows, into_asked = int(sizes.loss_row_counts[0, 1]), int(sizes.loss_row_edges[0, 1])
     assert 0 < loss_rows < rows
-    # The middle step: what was aggregated, two row-wise calls, and what the next one pushes.
+    # The middle step: what was aggregated, a row-wise call, and what the next one pushes.
     names = [op.name for op in prepared.model_graph.ops]
-    assert names == ["linear", "aggregate", "drop", "linear_1", "aggregate_1", "add_1"]
+    assert names == ["linear", "aggregate", "drop", "aggregate_1", "linear_2", "add_1"]
     made, pushed = 0.5 + 1e-3 * rows + 1e-6 * edges, 0.5 + 1e-3 * rows + 1e-6 * into_asked
     between = 0.5 + 1e-3 * rows
-    assert said.step_s("F", 0, 0, 1, 1) == pytest.approx(made + 2 * between + pushed)
-    # The last step: what was aggregated, and the bias.
-    last_s = 0.5 + 1e-3 * loss_rows + 1e-6 * into_asked, 0.5 + 1e-3 * loss_rows
+    assert said.step_s("F", 0, 0, 1, 1) == pytest.approx(made + between + pushed)
+    # The last step: what was aggregated, the map and the bias.
+    last_s = 0.5 + 1e-3 * loss_rows + 1e-6 * into_asked, 2 * (0.5 + 1e-3 * loss_rows)
     assert said.step_s("B", 0, 0, 1, 2) == pytest.approx(sum(last_s))
     assert said.pull_s(0, 0, 1, 1) == pytest.approx(1e-6 * into_asked)
     assert said.pull_s(0, 0, 1, 1) < said.step_s("B", 0, 0, 1, 1)

@@ -39,7 +39,8 @@ def aggregations_of(model):
 
 def prepared_with(ways, model="gcn", ranks=(0, 1), **settings):
     """A run of 2 layers in one stage; ``ways``: by op, or 'first' and 'second' aggregation."""
-    config, described = quick_config(model=model, layers=2, hidden=8, **settings), model_of(model)
+    config = quick_config(model=model, layers=2, hidden=8, **settings)
+    described = model_of(model, **settings)
     numbers = dict(zip(("first", "second"), aggregations_of(described), strict=True))
     ways = {numbers.get(op, op): way for op, way in ways.items()}
     stage = StagePlan.even(tuple(range(described.num_ops)), ranks)

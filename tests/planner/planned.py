@@ -1,5 +1,7 @@
 """Searches of plans for tests: graphs given by sizes, and clusters of data sheets."""
 
+from dataclasses import replace
+
 from gnnpipe.config import TrainConfig
 from gnnpipe.plan.cluster import Device, Link
 from gnnpipe.planner.given_devices import Hardware
@@ -17,7 +19,7 @@ def space_of(cluster, shape=GRAPH, **changes):
     config = TrainConfig(**{"layers": 6, "hidden": 64} | changes)
     key = shape, config
     if key not in MODELS:
-        MODELS[key] = model_on_shape(config, shape)
+        MODELS[key] = model_on_shape(replace(config, plan="auto"), shape)
     hardware = Hardware(sheets="a100:100gbe", cluster=cluster)
     return search_space(config, workload_of_shape(config, shape, MODELS[key], hardware), hardware)
 

@@ -20,7 +20,13 @@ from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.perf.what_if import critical_shares, sensitivity
 from gnnpipe.plan.cluster import Cluster, Device, Link
 from gnnpipe.profiling.predict import run_costs
-from gnnpipe.profiling.scenario import GraphShape, memory_of_shape, scenario_of, scenario_of_shape
+from gnnpipe.profiling.scenario import (
+    GraphShape,
+    memory_of_shape,
+    model_on_shape,
+    scenario_of,
+    scenario_of_shape,
+)
 from gnnpipe.profiling.simulate import simulate
 
 SHAPE = "vertices=1000,edges=8000,features=16,classes=4"
@@ -115,7 +121,11 @@ def test_a_shape_shares_out_all_there_is():
 
 
 def test_a_shape_is_near_the_graph_that_it_is_of():
-    prepared = prepared_of(ONE_HOT, layers=4, stages=2, shards=2, chunks=3)
+    # With labels on nearly all vertices: a shape has no number of training vertices.
+    place = np.arange(ONE_HOT.num_vertices)
+    masks = {"train_mask": place > 3, "val_mask": place < 2, "test_mask": (place > 1) & (place < 4)}
+    graph = replace(ONE_HOT, **masks)
+    prepared = prepared_of(graph, layers=4, stages=2, shards=2, chunks=3)
     real = scenario_of(prepared)
     even = scenario_of_shape(prepared.config, real.shape)
     assert even.plan == real.plan
@@ -202,11 +212,10 @@ def test_the_nearest_shape_may_have_fewer_stages_and_no_more_ranks_than_there_ar
     cluster = cluster_of(16, memory_bytes=room)
     found = named(config, HUGE, cluster)
     assert found[0] * found[1] <= 16
-    model = scenario_of_shape(config, HUGE).model
 
     def takes(stages, shards, chunks):
         wanted = replace(config, stages=stages, shards=shards, chunks=chunks)
-        return max(memory_of_shape(wanted, HUGE, model))
+        return max(memory_of_shape(wanted, HUGE, model_on_shape(wanted, HUGE)))
 
     # Whoever has the fewest chunks of as many ranks; and no fewer ranks do.
     assert found[2] == 1 or takes(*found[:2], found[2] // 2) > room

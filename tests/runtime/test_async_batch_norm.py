@@ -53,7 +53,7 @@ def first(values, weights, one):
 def second(values, weights, one):
     x = F.linear(one.aggregate("gcn", "b", values["x"]), weights["b.lin.weight"])
     x = batch_norm(x + weights["b.bias"], weights, one, "other").relu()
-    x = one.aggregate("gcn", "c", F.linear(x, weights["c.lin.weight"])) + weights["c.bias"]
+    x = F.linear(one.aggregate("gcn", "c", x), weights["c.lin.weight"]) + weights["c.bias"]
     return {"loss": loss_of(x, one)}
 
 
