@@ -31,14 +31,7 @@ from gnnpipe.perf import (
 )
 from gnnpipe.perf.workload import STALE_SHARE, num_probes
 from gnnpipe.plan import ALL_ROWS, ModelGraph, Placement, Plan, StageDag
-from gnnpipe.planner import (
-    GraphCounts,
-    Planner,
-    PlanRequest,
-    UniformPlanner,
-    naming_plan,
-    planner_named,
-)
+from gnnpipe.planner import GraphCounts, Planner, PlanRequest, naming_plan, planner_named
 from gnnpipe.registry import nearest
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
@@ -59,7 +52,7 @@ from gnnpipe.setup.memory_estimate import (
     with_program,
 )
 from gnnpipe.setup.model_graph import describe
-from gnnpipe.setup.prepare import may_read_stale_rows, shape_of, training_programs
+from gnnpipe.setup.prepare import may_read_stale_rows, reads_stale_rows, shape_of, training_programs
 from gnnpipe.setup.prepared import Prepared, chunk_order
 from gnnpipe.setup.recompute_every import settle_recompute_every
 
@@ -78,13 +71,13 @@ def nearest_that_fits(scenario: Scenario, device_bytes: Sequence[int]) -> Shape 
     shards is found by bisection.
     """
     config, model, vertices = scenario.config, scenario.model, scenario.shape.vertices
-    devices, planner = len(device_bytes), UniformPlanner()
-    models = {may_read_stale_rows(config, planner): model}
+    devices, plan = len(device_bytes), scenario.plan
+    models = {reads_stale_rows(config, plan.chunks, plan.schedule): model}
 
     def fits(shards: int, stages: int, chunks: int) -> bool:
         try:
             wanted = replace(config, stages=stages, shards=shards, chunks=chunks, plan="uniform")
-            is_stale = may_read_stale_rows(wanted, planner)
+            is_stale = reads_stale_rows(wanted, chunks, wanted.schedule)
             if is_stale not in models:
                 describe = scenario.model_with
                 models[is_stale] = model if describe is None else describe(wanted)

@@ -132,7 +132,7 @@ def prepare(
         check_loss(loss_fn, inputs.graph, inputs.model_graph.output_width, dtype)
     with naming_plan(planner):
         plan = _plan(inputs, planner)
-        if may_be_stale and not _reads_stale_rows(config, plan.chunks, plan.schedule):
+        if may_be_stale and not reads_stale_rows(config, plan.chunks, plan.schedule):
             # Only a search does not know this before.
             planned, inputs = inputs.model_graph, recorded(False)
             numbers = {op.name: i for i, op in enumerate(inputs.model_graph.ops)}
@@ -165,12 +165,13 @@ class _Inputs:
 def may_read_stale_rows(config: TrainConfig, planner: Planner) -> bool:
     """Returns whether a usual epoch of the plan, which may not be found yet, reads stale rows."""
     if isinstance(planner, GivenPlan):
-        return _reads_stale_rows(config, planner.given.chunks, planner.given.schedule)
+        return reads_stale_rows(config, planner.given.chunks, planner.given.schedule)
     is_search = not isinstance(planner, UniformPlanner)
-    return _reads_stale_rows(config, MAX_CHUNKS if is_search else config.chunks, config.schedule)
+    return reads_stale_rows(config, MAX_CHUNKS if is_search else config.chunks, config.schedule)
 
 
-def _reads_stale_rows(config: TrainConfig, chunks: int, schedule: str) -> bool:
+def reads_stale_rows(config: TrainConfig, chunks: int, schedule: str) -> bool:
+    """Returns whether a usual epoch of such a plan reads stale rows."""
     is_exact = config.staleness_settings_for(chunks, schedule).is_exact
     return chunks > 1 and schedule != EXACT_SCHEDULE and not is_exact
 
