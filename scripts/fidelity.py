@@ -2,12 +2,14 @@
 
 python scripts/fidelity.py run main single      # cells of these tables that are not there yet
 python scripts/fidelity.py run main --only amazon_photo gcn --workers 2
-python scripts/fidelity.py report               # docs/benchmarks/fidelity_*.md and plots
+python scripts/fidelity.py report main          # docs/benchmarks/fidelity_main.md and plots
 
 For a fixed K and seed the result does not depend on S and G (docs/explanation/exact-and-stale.md,
 up to rounding), so one process with K chunks shows what S ranks show. Every cell that ends is a
 line of docs/benchmarks/data/fidelity.jsonl; what is there is not run again, so the run can be
 stopped and started at will.
+Rows of tables that were not run again since gnnpipe's models are recorded, and those that they
+share with others, lie in data/fidelity_before.jsonl.
 """
 
 from __future__ import annotations
@@ -174,7 +176,8 @@ def main() -> int:
     runner.add_argument("tables", nargs="+", choices=list(tables()))
     runner.add_argument("--only", nargs="*", default=[], help="cells with all these words")
     runner.add_argument("--workers", type=int, default=1)
-    commands.add_parser("report", help="write the pages and plots")
+    reporter = commands.add_parser("report", help="write the pages and plots")
+    reporter.add_argument("tables", nargs="*", help="of these tables; none: of all")
     words = parser.parse_args()
     if words.command == "run" and words.workers < 1:
         parser.error(f"--workers {words.workers}: must be at least 1")
@@ -182,7 +185,7 @@ def main() -> int:
         return run(words.tables, words.only, words.workers)
     from fidelity_report import write_pages
 
-    write_pages(done())
+    write_pages(done(), words.tables)
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ SLACK = 0.3
 Rows = Mapping[str, Mapping[str, Any]]
 
 
-def write_pages(rows: Rows) -> None:
-    """One page and its plots for each table that has a finished pair."""
+def write_pages(rows: Rows, names: Collection[str]) -> None:
+    """One page and its plots for each of these tables that has a finished pair; none: for all."""
     every = tables()
     for name, title, write in (
         ("main", "Does `auto` end where `exact` ends?", pairs_page),
@@ -42,7 +42,7 @@ def write_pages(rows: Rows) -> None:
     ):
         cells = every[name]
         have = [cell for cell in cells if cell.key() in rows]
-        if not have:
+        if not have or (names and name not in names):
             continue
         lines = [f"# Fidelity. {title}", "", *made_by(rows, cells, have, name)]
         lines += write(name, rows, have)

@@ -335,7 +335,7 @@ def aggregate_before_maps(recording: fx.GraphModule, is_of_types: bool) -> None:
 
 
 def _sum_of_all(recording: fx.GraphModule, call: fx.Node, rows: fx.Node) -> fx.Node | None:
-    """What W maps in place of rows: the aggregation ``call``, or ``A x + c x`` with a number c.
+    """The value that W maps behind ``call``: the aggregation, or ``A x + c x`` with a number c.
 
     None if something else reads the rows.
     """
