@@ -18,12 +18,12 @@ from gnnpipe.files import seed_runs
 from gnnpipe.report.run import Run, read_run
 
 TAIL = 20
-"""Number of last epochs whose mean score is compared: it varies less than the last score."""
+"""Largest number of last epochs whose mean score is compared: it varies less than the last one."""
 
 CONFIDENCE = 0.95
 """Confidence level of Student's t test on the differences."""
 
-LAST, LATE, BEST = "last epoch", f"last {TAIL} epochs", "best validation"
+LAST, LATE, BEST = "last epoch", f"last epochs, at most {TAIL}", "best validation"
 
 Score = float | None
 

@@ -58,7 +58,7 @@ def test_seeds_side_by_side(folders, capsys):
     assert ("not significant" in line) == (
         abs(statistics.fmean(apart)) <= 12.706 * error
     )  # t of one degree
-    assert "2 seeds, last 20 epochs" in out
+    assert "2 seeds, last epochs, at most 20" in out
     assert "2 seeds, best validation" in out
     assert "only A or B has them: seeds 2\n" in out
 
