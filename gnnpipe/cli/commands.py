@@ -275,15 +275,16 @@ def _simulate(options: argparse.Namespace) -> int:
     file = NewFile("--json", options.json, "simulated.json")
     # Before torch is loaded.
     cluster = _cluster(options)
-    if _hardware(config, options) is None:
-        from gnnpipe.planner.given_devices import profile_or_sheets
+    from gnnpipe.planner.given_devices import profile_or_sheets
 
-        profile_or_sheets(config, options.hardware)
+    known = _hardware(config, options)
+    profile = profile_or_sheets(config, options.hardware) if known is None else known.profile
     from gnnpipe.profiling.scenario import GraphShape
     from gnnpipe.profiling.simulate import simulate
 
     found = simulate(
         config,
+        profile=profile,
         hardware=options.hardware,
         shape=None if options.shape is None else GraphShape.parse(options.shape),
         cluster=cluster,

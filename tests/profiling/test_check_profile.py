@@ -6,6 +6,7 @@ import pytest
 from helpers import small_graph
 from profiles import prepared_of, profile_of
 
+from gnnpipe.cli.main import main
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import InputError
 from gnnpipe.perf import Profile
@@ -133,3 +134,13 @@ def test_a_profile_warns_of_bad_fits_and_of_a_busy_machine(error, waiting, told)
     read = Profile.from_json(profile.to_json())
     assert read.waiting_share == waiting
     assert read.doubts() == profile.doubts()
+
+
+@pytest.mark.parametrize("plan", [[], ["--plan", "auto", "--devices", "1", "--staleness", "exact"]])
+@pytest.mark.filterwarnings("default:.*the machine was busy")
+def test_simulate_warns_of_its_profile_once(plan, tmp_path, capsys):
+    file = tmp_path / "profile.json"
+    file.write_text(with_errors(profile_of(prepared_of().model_graph), 0.1, 0.5).to_json())
+    settings = ["--dataset", "karate", "--hidden", "8", "--profile", str(file)]
+    assert main(["simulate", *settings, *plan]) == 0
+    assert capsys.readouterr().err.count("the machine was busy") == 1
