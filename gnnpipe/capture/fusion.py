@@ -19,7 +19,7 @@ from torch_geometric.nn.dense.linear import Linear
 from gnnpipe.capture.call_facts import Facts
 from gnnpipe.capture.fx_names import FEATURES, attribute, edges_read, is_input
 from gnnpipe.capture.markers import aggregate, drop
-from gnnpipe.capture.rewrite import COMES_BEHIND
+from gnnpipe.capture.rewrite import AFTER_AGGREGATION
 from gnnpipe.capture.stage.row_work import (
     batch_norm_relu,
     gcnii_norm_relu,
@@ -216,14 +216,14 @@ class _Fusion:
         """Rows, weight and bias of a linear map that one call alone reads; else None.
 
         Maps of the input features are left out, because these may be sparse, and maps that were put
-        behind an aggregation (``COMES_BEHIND``).
+        behind an aggregation (``AFTER_AGGREGATION``).
         """
         rows = call.args[0] if call.args else None
         (reader,) = call.users if len(call.users) == 1 else (None,)
         is_map = reader is not None and self._is_inner(call, reader)
         if not (is_map and isinstance(rows, fx.Node) and self._is_matrix(rows)):
             return None
-        if is_input(rows, FEATURES) or COMES_BEHIND in call.meta:
+        if is_input(rows, FEATURES) or AFTER_AGGREGATION in call.meta:
             return None
         if call.op == "call_module":
             module = self._recording.get_submodule(str(call.target))

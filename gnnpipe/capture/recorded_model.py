@@ -38,8 +38,10 @@ from gnnpipe.models.stage_module import Model
 class RecordedModel(Model):
     """A user's model, recorded."""
 
-    def __init__(self, recording: Recording, digest: str) -> None:
+    def __init__(self, recording: Recording, digest: str, aggregates_first: bool = False) -> None:
+        """``aggregates_first``: linear maps were put behind aggregations."""
         self.recording, self.digest = recording, digest
+        self.aggregates_first = aggregates_first
         self.name = type(recording.model).__name__
 
     @property
@@ -144,14 +146,16 @@ def capture(
     with unchanged(model):
         found = _record(model, method, graph, sample, features_change, reads_stale_rows)
     settings = found.sample.ends, graph.relations, is_rounded, found.work, features_change
-    return RecordedModel(Recording(model, found.calls, found.facts, *settings), found.digest)
+    recording = Recording(model, found.calls, found.facts, *settings)
+    return RecordedModel(recording, found.digest, found.aggregates_first)
 
 
 @dataclass(frozen=True)
 class _Recorded:
     calls: fx.GraphModule
     digest: str
-    """Equal for calls whose aggregations come before their maps."""
+    """The same for both orders of maps and aggregations."""
+    aggregates_first: bool
     facts: dict[fx.Node, Facts]
     sample: Sample
     """With the edges that ``work`` makes."""
@@ -179,10 +183,11 @@ def _record(
             if has_dense_features and inputs_are_fixed(work, features_change):
                 aggregate_features_first(recording)
             digest = digest_of(model, recording, work)
-            if reads_stale_rows:
-                aggregate_before_maps(recording, graph.types is not None)
+            is_moved = reads_stale_rows and aggregate_before_maps(
+                recording, graph.types is not None
+            )
             facts = probe(model, method, recording, samples, graph.vertex_counts)
-            return _Recorded(recording, digest, facts, samples[0], work)
+            return _Recorded(recording, digest, is_moved, facts, samples[0], work)
         except OpaqueConvError as error:
             first = first or error
             if error.kind in opened or issubclass(error.kind, EdgeModule):

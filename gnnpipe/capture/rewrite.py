@@ -303,81 +303,66 @@ def aggregate_features_first(recording: fx.GraphModule) -> None:
         one.replace_input_with(x, first)
 
 
-COMES_BEHIND = "comes behind"
-"""In ``meta`` of a linear map that was put behind an aggregation. It stays an op of its own, so a
-plan, which numbers ops, serves both orders."""
+AFTER_AGGREGATION = "after an aggregation"
+"""In ``meta`` of a linear map that was put there. It stays an op of its own, so a plan, which
+numbers ops, serves both orders."""
 
 
-def aggregate_before_maps(recording: fx.GraphModule, is_of_types: bool) -> None:
+def aggregate_before_maps(recording: fx.GraphModule, has_types: bool) -> bool:
     """Turn ``A (x W)`` into ``(A x) W``: rows of an earlier epoch are then stale in x, not in W.
 
-    The gradient of W then counts stale rows, too. Not where x holds columns of the features that no
-    map has made, which may be many; nor for the relations of one vertex type, which read narrow
-    rows of their own. ``is_of_types``: the graph has several vertex types. The number of ops stays.
+    The gradient of W then counts stale rows, too. Not if something else reads ``x W``; nor if x has
+    columns that are features themselves, which may be many; nor for the relations of one vertex
+    type, which read narrow rows of their own. The number of ops stays.
+
+    Args:
+        recording: Changed in place.
+        has_types: The graph has several vertex types.
+
+    Returns:
+        Whether anything was changed.
     """
+    is_changed = False
     for call in list(recording.graph.nodes):
         kind, _, relation = str(call.kwargs.get("structure", "")).partition(RELATION)
         if call.target is not aggregate or kind not in LINEAR_KINDS:
             continue
         rows: Any = call.args[0]
-        if (relation and not is_of_types) or not _is_product(recording, rows):
+        if (relation and not has_types) or len(rows.users) > 1:
             continue
-        total = _sum_of_all(recording, call, rows)
-        if total is None or not _is_of_maps(recording, rows.args[0]):
+        if not (_is_product(recording, rows) and rows.args):
             continue
-        with recording.graph.inserting_after(total):
+        x: Any = rows.args[0]
+        if _has_features(recording, x):
+            continue
+        with recording.graph.inserting_after(call):
             product = recording.graph.node_copy(rows)
-        total.replace_all_uses_with(product)
-        rows.replace_all_uses_with(rows.args[0])
-        product.replace_input_with(rows.args[0], total)
-        product.meta[COMES_BEHIND] = True
+        call.replace_all_uses_with(product)
+        call.replace_input_with(rows, x)
+        product.replace_input_with(x, call)
+        product.meta[AFTER_AGGREGATION] = is_changed = True
         recording.graph.erase_node(rows)
+    return is_changed
 
 
-def _sum_of_all(recording: fx.GraphModule, call: fx.Node, rows: fx.Node) -> fx.Node | None:
-    """The value that W maps behind ``call``: the aggregation, or ``A x + c x`` with a number c.
-
-    None if something else reads the rows.
-    """
-    others = [user for user in rows.users if user is not call]
-    if not others:
-        return call
-    own, total = others[0], next(iter(call.users), None)
-    if own.target is operator.mul and any(_is_number(recording, factor) for factor in own.args):
-        is_inner = len(own.users) == 1
-    else:
-        own, is_inner = rows, len(rows.users) == 2
-    is_sum = total is not None and total.target is operator.add and {*total.args} == {call, own}
-    return total if is_sum and is_inner and len(others) == len(call.users) == 1 else None
-
-
-def _is_number(recording: fx.GraphModule, factor: Any) -> bool:
-    """Whether a factor is a number, or is made of numbers and weights of one entry."""
-    if not isinstance(factor, fx.Node):
-        return isinstance(factor, int | float)
-    if factor.op == "get_attr":
-        return bool(attribute(recording, str(factor.target)).numel() == 1)
-    is_made = factor.op == "call_function" and bool(factor.args)
-    return is_made and all(_is_number(recording, one) for one in factor.args)
-
-
-def _is_of_maps(recording: fx.GraphModule, rows: fx.Node) -> bool:
-    """Whether no column of rows is the features' but through a matrix of weights."""
+def _has_features(recording: fx.GraphModule, rows: fx.Node) -> bool:
+    """Whether rows depend on the features otherwise than through linear maps and convolutions."""
     seen, waiting = {rows}, [rows]
     while waiting:
         call = waiting.pop()
         if is_input(call, FEATURES):
-            return False
+            return True
         sources = call.all_input_nodes
         if call.op == "call_module":
             module = recording.get_submodule(str(call.target))
             is_map = any(weight.dim() > 1 for weight in module.parameters())
         else:
-            is_map = any(_is_matrix(recording, source) for source in sources)
+            is_product = call.target in (*PRODUCTS, F.linear, torch.addmm)
+            is_map = is_product and any(_is_matrix(recording, source) for source in sources)
         new = [source for source in sources if source not in seen and not is_map]
         seen.update(new)
         waiting += new
-    return True
+    return False
 
 
 def _is_matrix(recording: fx.GraphModule, call: fx.Node) -> bool:

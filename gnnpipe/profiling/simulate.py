@@ -55,7 +55,7 @@ from gnnpipe.profiling.search import (
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.inputs import settled_config
 from gnnpipe.setup.memory_estimate import fit_recompute_every, rank_memory_bytes
-from gnnpipe.setup.prepare import prepare, ranks_of, shape_text
+from gnnpipe.setup.prepare import prepare, ranks_of, reads_stale_rows, shape_text
 
 VERSION = 1
 MAX_RANKS = 1024
@@ -277,6 +277,12 @@ def _simulate_found(
         with naming_profile(config):
             work = workload_of_shape(config, shape, described, hardware)
             found = find_plan(search_space(config, work, hardware))
+            if not reads_stale_rows(config, found.plan.chunks, found.plan.schedule):
+                # As in a run, an exact plan may aggregate narrower rows.
+                exact = model_on_shape(replace(config, plan="uniform"), shape, detached_copy(model))
+                work = workload_of_shape(config, shape, exact, hardware)
+                space = search_space(config, work, hardware)
+                found = find_plan(replace(space, max_stale_chunks=1))
         config = settled_config(config, found.plan)
         scenario = scenario_of_found(config, found, shape)
     else:

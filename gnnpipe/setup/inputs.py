@@ -254,12 +254,12 @@ def choose_model(
     world: World,
     dtype: torch.dtype,
     must_record: bool,
-    may_be_stale: bool = False,
+    reads_stale_rows: bool = False,
 ) -> Model:
     """Returns the model, recorded; or as it is if it cannot be and need not be recorded.
 
     The weights are equal on every rank. ``must_record``: the model runs in chunks or on several
-    ranks. ``may_be_stale``: rows that it reads (``reads_stale_rows``).
+    ranks. ``reads_stale_rows``: as in ``capture``.
     """
     _warn_of_other_type(model, dtype, world)
     error: InputError | None = None
@@ -271,7 +271,7 @@ def choose_model(
         found: RecordedModel | WholeModel
         try:
             is_rounded, has_labels = config.matmul_dtype == "bf16", bool(config.label_inputs)
-            found = capture(model, graph, is_rounded, has_labels, may_be_stale)
+            found = capture(model, graph, is_rounded, has_labels, reads_stale_rows)
             digest, width = found.digest, found.width
         except InputError as reason:
             if must_record:
@@ -372,6 +372,12 @@ def with_edge_work(graph: Graph, model: Model, config: TrainConfig, world: World
         error = fault
     world.agree(error)
     return graph
+
+
+def aggregates_first(model: Model) -> bool:
+    """Returns whether linear maps were put behind aggregations when the model was recorded."""
+    inner = without_pairs(model)
+    return isinstance(inner, RecordedModel) and inner.aggregates_first
 
 
 def edges_are_random(model: Model) -> bool:

@@ -62,6 +62,7 @@ from gnnpipe.setup.by_chunk import (
 )
 from gnnpipe.setup.chunk_sizes import feature_entries
 from gnnpipe.setup.inputs import (
+    aggregates_first,
     check_parts,
     check_validation,
     choose_model,
@@ -114,9 +115,8 @@ def prepare(
     dtype = number_dtype(config)
     # Before the partition, which may take long, so that an unusable model is refused at once.
     must_record = config.require_capture or config.chunks * ranks_of(config, planner) > 1
-    may_be_stale = may_read_stale_rows(config, planner)
 
-    def recorded(may_be_stale: bool) -> _Inputs:
+    def recorded(complete: Graph, may_be_stale: bool) -> _Inputs:
         chosen = choose_model(module, config, complete, world, dtype, must_record, may_be_stale)
         given = without_unread(complete, chosen, world)
         own = with_edge_work(given, chosen, config, world)
@@ -127,17 +127,16 @@ def prepare(
 
     with Step("recording the model", config.quiet, world.rank == 0):
         complete, module, digest = _with_inputs(config, world, graph, model, digest)
-        inputs = recorded(may_be_stale)
+        inputs = recorded(complete, may_read_stale_rows(config, planner))
     if loss_fn is not None:
         check_loss(loss_fn, inputs.graph, inputs.model_graph.output_width, dtype)
     with naming_plan(planner):
         plan = _plan(inputs, planner)
-        if may_be_stale and not reads_stale_rows(config, plan.chunks, plan.schedule):
+        is_stale = reads_stale_rows(config, plan.chunks, plan.schedule)
+        if aggregates_first(inputs.model) and not is_stale:
             # Only a search does not know this before.
-            planned, inputs = inputs.model_graph, recorded(False)
-            numbers = {op.name: i for i, op in enumerate(inputs.model_graph.ops)}
-            ways = {numbers[planned.ops[i].name]: way for i, way in plan.ways.items()}
-            plan = replace(plan, ways=ways)
+            planned, inputs = inputs.model_graph, recorded(inputs.given, False)
+            plan = _with_ways_of(plan, planned, inputs.model_graph)
         found = _prepared(inputs, plan, refill_epochs)
     if config.recompute_every:
         return found
@@ -160,6 +159,13 @@ class _Inputs:
     model_graph: ModelGraph
     loss_fn: LossFn | None
     optimizer: OptimizerChoice | None
+
+
+def _with_ways_of(plan: Plan, planned: ModelGraph, model: ModelGraph) -> Plan:
+    """Returns the plan with the numbers that aggregations have in the other recording ``model``."""
+    numbers = {op.name: i for i, op in enumerate(model.ops)}
+    ways = {numbers[planned.ops[i].name]: way for i, way in plan.ways.items()}
+    return replace(plan, ways=ways)
 
 
 def may_read_stale_rows(config: TrainConfig, planner: Planner) -> bool:

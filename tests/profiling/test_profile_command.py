@@ -1,5 +1,6 @@
 """`gnnpipe profile`, end to end, on one rank and on two."""
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -8,6 +9,7 @@ from helpers import run_ranks, small_graph
 
 import gnnpipe
 from gnnpipe.cli.main import main
+from gnnpipe.config import TrainConfig
 from gnnpipe.perf import Profile
 from gnnpipe.profiling import profile, steps
 
@@ -177,3 +179,12 @@ def _profile_of_too_many_chunks():
 @pytest.mark.slow
 def test_two_ranks_refuse_together():
     assert run_ranks(_profile_of_too_many_chunks, 2, timeout_s=60) == [2, 2]
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_data_sheets_serve_every_number_of_chunks(chunks):
+    """Runs that read stale rows aggregate other rows in the last layer than exact ones."""
+    config = TrainConfig(dataset="karate", layers=2, hidden=8, out="off", cache_dir="off")
+    found = gnnpipe.profile(replace(config, chunks=chunks), hardware="h100:100gbe")
+    for run in (1, 4):
+        gnnpipe.simulate(replace(config, chunks=run), profile=found)
