@@ -425,9 +425,12 @@ def _divided(total: int, shards: int, chunks: int) -> np.ndarray:
 
 
 def model_on_shape(
-    config: TrainConfig, shape: GraphShape, module: nn.Module | None = None
+    config: TrainConfig, shape: GraphShape, module: nn.Module | None = None, is_exact: bool = False
 ) -> ModelGraph:
-    """Description of ``module``, or the config's model, on a graph of one vertex."""
+    """Description of ``module``, or the config's model, on a graph of one vertex.
+
+    ``is_exact``: no row that it reads is stale, whatever the plan.
+    """
     none, features = np.zeros(1, dtype=bool), np.zeros((1, shape.features), dtype=np.float32)
     stand_in = Graph(
         "shape",
@@ -442,7 +445,7 @@ def model_on_shape(
     )
     check_parts(config, None, module)
     module = made_model(module, config, stand_in)
-    is_stale = may_read_stale_rows(config, planner_named(config.plan))
+    is_stale = not is_exact and may_read_stale_rows(config, planner_named(config.plan))
     dtype = number_dtype(config)
     model = choose_model(module, config, stand_in, Mesh.alone(), dtype, True, is_stale)
     return describe(model, stand_in)

@@ -279,7 +279,7 @@ def _simulate_found(
             found = find_plan(search_space(config, work, hardware))
             if not reads_stale_rows(config, found.plan.chunks, found.plan.schedule):
                 # As in a run, an exact plan may aggregate narrower rows.
-                exact = model_on_shape(replace(config, plan="uniform"), shape, detached_copy(model))
+                exact = model_on_shape(config, shape, detached_copy(model), is_exact=True)
                 work = workload_of_shape(config, shape, exact, hardware)
                 space = search_space(config, work, hardware)
                 found = find_plan(replace(space, max_stale_chunks=1))
