@@ -26,7 +26,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 def write_pages(rows: Rows, names: Collection[str]) -> None:
-    """One page and its plots for each of these tables that has a finished pair; none: for all."""
+    """Write page and plots of each of these tables that has a finished pair; no names: of all."""
     every = tables()
     for name, title, write in (
         ("main", "Does `auto` end where `exact` ends?", pairs_page),

@@ -340,8 +340,9 @@ def aggregate_before_maps(recording: fx.GraphModule, has_types: bool) -> bool:
         call.replace_all_uses_with(product)
         call.replace_input_with(rows, x)
         product.replace_input_with(x, call)
-        product.meta[AFTER_AGGREGATION] = is_changed = True
+        product.meta[AFTER_AGGREGATION] = True
         recording.graph.erase_node(rows)
+        is_changed = True
     return is_changed
 
 

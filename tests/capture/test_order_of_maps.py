@@ -13,6 +13,7 @@ from torch import nn
 from torch_geometric.nn import GCNConv, GINConv, GraphConv, RGCNConv, SAGEConv, SimpleConv
 
 from gnnpipe import Graph, Trainer
+from gnnpipe.plan import Plan, RowWay, StagePlan
 from gnnpipe.planner import GivenPlan, Shape, UniformPlanner
 from gnnpipe.run.resume import resumed_config
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -282,6 +283,30 @@ def test_a_plan_serves_both_orders(name):
     assert prepared_run(make(), planner=GivenPlan(plan)).plan == plan
     names = [op.name for op in given.model_graph.ops]
     assert names == [op.name for op in prepared_run(make()).model_graph.ops]
+
+
+class ByColumns(Fixed):
+    """Finds one chunk on two shards, whose last aggregation exchanges columns."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def num_ranks(self, shape):
+        return 2
+
+    def plan(self, request):
+        *_, last = (i for i, op in enumerate(request.model.ops) if op.aggregates)
+        stage = StagePlan.even(tuple(range(request.model.num_ops)), (0, 1))
+        return Plan((stage,), 1, "fill-drain", ways={last: RowWay.COLUMNS})
+
+
+def test_the_way_of_rows_stays_with_its_aggregation():
+    """It has another number where the map comes first."""
+    prepared = prepared_run(Net(), planner=ByColumns())
+    ((op, way),) = prepared.plan.ways.items()
+    assert way is RowWay.COLUMNS
+    assert prepared.model_graph.ops[op] == prepared.model_graph.aggregations[-1]
+    assert prepared.model_graph.ops[op].push_width == CLASSES
 
 
 @pytest.mark.parametrize(("chunks", "width"), [(1, CLASSES), (4, HIDDEN)])
