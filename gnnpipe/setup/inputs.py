@@ -240,6 +240,19 @@ def made_model(model: nn.Module | None, config: TrainConfig, graph: Graph) -> nn
     return make_user_model(config, graph)
 
 
+def warn_of_unread_settings(config: TrainConfig) -> None:
+    """Warns of settings for a model whose maker takes no config, so that it cannot read them."""
+    if not is_user_model(config.model) or num_inputs(config) > 1:
+        return
+    given = [name for name in ("layers", "hidden", "dropout") if _is_given(config, name)]
+    if given:
+        words = ", ".join(f"{flag(name)} {getattr(config, name)}" for name in given)
+        warn(
+            f"{words}: no effect, as {config.model} does not take the config; leave it out, or "
+            f'name an argument of the function: --model-args "{given[0]}=..."'
+        )
+
+
 def with_vertex_data(graph: Graph, model: nn.Module) -> Graph:
     """Returns the graph with the vertex data that the model reads in its features."""
     if not graph.vertex_data:

@@ -72,6 +72,7 @@ from gnnpipe.setup.inputs import (
     reason_not_recorded,
     row_dtype,
     settled_config,
+    warn_of_unread_settings,
     with_edge_work,
     with_vertex_data,
     without_unread,
@@ -307,6 +308,8 @@ def _with_inputs(
     Labels and data of vertices become features. The digest counts data of vertices that is read.
     """
     graph = with_label_inputs(graph, config)
+    if model is None and world.rank == 0:
+        warn_of_unread_settings(config)
     module = made_model(model, config, graph)
     graph = with_vertex_data(graph, module)
     # Every rank takes part, also one whose graph has no such data.

@@ -1,6 +1,7 @@
 """A model named on the command line is the model that a script would pass in."""
 
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from helpers import run_ranks
 from resume_runs import config, table
 from torch_geometric.nn import GraphSAGE
 
-from gnnpipe import Trainer, info
+from gnnpipe import TrainConfig, Trainer, info
 from gnnpipe.cli.main import main
 from gnnpipe.data.load import load_graph
 from gnnpipe.errors import InputError
@@ -73,6 +74,10 @@ def settings(name, out, **more):
     return config(out, **given | more)
 
 
+UNREAD = {name: getattr(TrainConfig, name) for name in ("layers", "hidden", "dropout")}
+"""Defaults, for functions that do not take the config."""
+
+
 @pytest.mark.parametrize("where", ["net.py:make_model", "net:make_model"])
 def test_it_trains_as_if_it_was_passed_in(net, where):
     if where.startswith("net:"):
@@ -135,16 +140,24 @@ def test_every_rank_makes_it(net, stages, shards):
 )
 def test_a_wrong_name(net, name, words):
     with pytest.raises(InputError, match=words):
-        info(settings(name, "off"))
+        info(settings(name, "off", **UNREAD))
 
 
 @pytest.mark.parametrize("name", ["with_width", "with_anything"])
 def test_arguments_of_the_model(net, name):
-    given = settings(f"net.py:{name}", "off", model_args="width=5, aggr='max'")
+    given = settings(f"net.py:{name}", "off", model_args="width=5, aggr='max'", **UNREAD)
     trainer = Trainer(given)
     assert trainer.plan.chunks == 2
     conv = trainer.model.convs[0]
     assert (conv.out_channels, type(conv.aggr_module).__name__) == (5, "MaxAggregation")
+
+
+def test_settings_that_no_maker_reads(net):
+    words = "--layers 3, --hidden 8, --dropout 0.0: no effect, as net.py:with_width does not take"
+    for name, given in {"net.py:with_width": "width=5", "net.py:make_model": ""}.items():
+        takes_config = name == "net.py:make_model"
+        with nullcontext() if takes_config else pytest.warns(UserWarning, match=words):
+            info(settings(name, "off", model_args=given))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +180,7 @@ def test_wrong_arguments_of_the_model(net, args, words):
 
 def test_an_error_of_the_users_code_is_raised_as_it_is(net):
     with pytest.raises(AttributeError, match="missing"):
-        info(settings("net.py:fails", "off"))
+        info(settings("net.py:fails", "off", **UNREAD))
     (net / "other.py").write_text("import no_such_package")
     for _ in range(2):
         with pytest.raises(ModuleNotFoundError, match="no_such_package"):
