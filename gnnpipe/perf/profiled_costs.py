@@ -216,10 +216,11 @@ class ProfiledCosts:
             source, target = ends if way == Direction.FORWARD else ends[::-1]
             if (target, first_step) == (stage, step) or (source, last_step) == (stage, step):
                 busy = self._profile.link("message").busy
-                # A message has a part for each pair of shards with common rows.
+                num_values = len(list(self._widths_between(*ends)))
+                # A message has a part for each value and pair of shards with common rows.
                 for pair, size_bytes in self._bytes_between(*ends).items():
                     shard = pair[ends.index(stage)]
-                    total[shard] += busy.base_s + busy.per_row_s * size_bytes
+                    total[shard] += busy.base_s * num_values + busy.per_row_s * size_bytes
         if shards > 1 and step < last and self.has_exchange(way, stage, step):
             busy = self._profile.link("exchange").busy
             total += busy.base_s * (shards - 1)

@@ -135,12 +135,15 @@ def test_a_profile_without_a_forecast_is_refused_where_there_is_one():
         run_costs(prepared, replace(profile, compute=tuple(bare)), 1)
 
 
-@pytest.mark.parametrize(("shape", "count"), [((2, 1, 3), 3), ((1, 2, 3), 4 * 3)])
-def test_what_processors_do_for_a_message_is_added_at_both_ends(shape, count):
-    """A second for each: of 3 chunks, or of 3 chunks at 4 pushes, both ways."""
+@pytest.mark.parametrize(
+    ("model", "shape", "count"),
+    [("gcn", (2, 1, 3), 3), ("gcnii", (2, 1, 3), 2 * 3), ("gcn", (1, 2, 3), 4 * 3)],
+)
+def test_what_processors_do_for_a_message_is_added_at_both_ends(model, shape, count):
+    """A second for each: of 1 or 2 values of 3 chunks, or of 3 chunks at 4 pushes, both ways."""
     stages, shards, chunks = shape
     settings = {"stages": stages, "shards": shards, "chunks": chunks}
-    prepared = prepared_of(ONE_HOT, model="gcn", layers=4, **settings)
+    prepared = prepared_of(ONE_HOT, model=model, layers=4, **settings)
     plain = profile_of(prepared.model_graph)
     busy = replace(plain.message, busy=Affine(1.0))
     more = run_costs(prepared, replace(plain, message=busy, exchange=busy), 2)
