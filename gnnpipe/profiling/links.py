@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Protocol
 
 import torch
@@ -25,7 +26,9 @@ from gnnpipe.perf.profile import Affine, LinkTimes
 from gnnpipe.runtime.comm.cpu_affinity import crowding
 from gnnpipe.runtime.comm.halo_exchange import sum_over_shards
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.p2p import PointToPoint, ValueSize
 from gnnpipe.runtime.comm.shard_group import MeshShards
+from gnnpipe.schedule import Direction
 
 
 class Waitable(Protocol):
@@ -253,6 +256,19 @@ class CpuLoad:
     """Time of the rank's other threads."""
 
 
+@dataclass(frozen=True)
+class _SentAndReceived:
+    """A message each way between this rank and ``other``."""
+
+    messages: PointToPoint
+    other: int
+    position: int
+
+    def wait(self) -> None:
+        self.messages.take(Direction.FORWARD, self.other, self.position)
+        self.messages.drain()
+
+
 Start = Callable[[int], Sequence[Waitable]]
 """Starts one transfer of so many bytes each way."""
 
@@ -262,13 +278,17 @@ def message_load(mesh: Mesh, pair: tuple[int, int], repeats: int) -> list[CpuLoa
 
     Each of the two sends one and receives one while it computes; a message is half of that.
     """
+    messages = PointToPoint(mesh, torch.float32, torch.float32)
     other = sum(pair) - mesh.rank
+    values = {size: torch.zeros(size // 256, 64, device=mesh.device) for size in LOAD_SIZES}
+    positions = count()
 
     def start(size_bytes: int) -> Sequence[Waitable]:
-        received = torch.empty(size_bytes, dtype=torch.uint8, device=mesh.device)
-        data = torch.zeros_like(received)
-        arriving = mesh.start_thread.start(lambda: [dist.irecv(received, src=other)])
-        return arriving, mesh.start_thread.start(lambda: [dist.isend(data, dst=other)])
+        value, position, way = values[size_bytes], next(positions), Direction.FORWARD
+        pieces = [(other, slice(0, len(value)))]
+        messages.post(way, other, position, {"x": ValueSize(len(value), value.shape[1], pieces)})
+        messages.send(way, position, {"x": value}, {"x": pieces})
+        return (_SentAndReceived(messages, other, position),)
 
     by_rank = mesh.gather(_loads_by_size(mesh, start, repeats, mesh.rank in pair))
     ends = zip(*(by_rank[rank] for rank in pair), strict=True)
