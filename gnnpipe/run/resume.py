@@ -219,11 +219,15 @@ class Start:
                 continue
             if what not in self.identity or self.identity[what] != value:
                 name = flag(what) if what in FIXED else f"the {what} of the run"
+                place = self.stored.path
+                fault = f"is {value} now, and {self.identity.get(what)} in {place}"
+                settings = f"settings of the run (see {place.parents[1] / 'config.toml'})"
+                if what in _CHECKSUMS:
+                    fault = f"not as in {place}: {_CHECKSUMS[what]}"
+                    settings = "settings of the run"
                 raise InputError(
-                    f"{name}: is {value} now, and {self.identity.get(what)} in {self.stored.path}; "
-                    "resume with the dataset, model and settings of the run (see "
-                    f"{self.stored.path.parents[1] / 'config.toml'}), or start a new run without "
-                    "--resume"
+                    f"{name}: {fault}; resume with the dataset, model and {settings}, or start a "
+                    "new run without --resume"
                 )
 
     @property
@@ -250,6 +254,13 @@ DIGEST, LIBRARIES = "operations", "recorded by"
 version may record the same model in another way."""
 
 
+_CHECKSUMS = {
+    "weights": "their names, shapes or number types have changed",
+    DIGEST: "the model's forward, or a setting of its modules such as a dropout rate, has changed",
+    "graph": "its vertices, edges, features, labels or split have changed",
+}
+"""Parts of the identity that are checksums, and what it means if one differs."""
+
 _UNKNOWN = ("choice of the optimizer", "loss", DIGEST, LIBRARIES)
 """Parts of the identity that older checkpoints do not tell."""
 
@@ -270,10 +281,10 @@ def identity_of(
         "choice of the optimizer": "passed in" if prepared.optimizer else "by --optimizer",
         "scheduler": "passed in" if has_own_scheduler else "by --lr-schedule",
         "loss": "passed in" if prepared.loss_fn else "that of the labels",
+        "weights": f"{zlib.crc32(repr(shapes).encode()):08x}",
         DIGEST: prepared.model.digest,
         LIBRARIES: f"gnnpipe {__version__}, torch {torch.__version__}, "
         f"PyG {torch_geometric.__version__}",
-        "weights": f"{zlib.crc32(repr(shapes).encode()):08x}",
         "graph": prepared.digest,
     }
 

@@ -1,6 +1,7 @@
 """Going on where it is hardest: at the end, over a foreign run, from what is forged or damaged."""
 
 import json
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -157,6 +158,19 @@ class Deep(nn.Module):
         return self.leave(first + self._act(self.conv(first, first, edge_index)) * scale)
 
 
+def test_a_passed_in_graph_and_model_name_the_folder_and_a_resumed_run_stays_there(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    graph, settings = small_graph(), replace(config("", checkpoint_every=2), out="")
+    Trainer(replace(settings, epochs=4), graph, Deep()).fit()
+    (run,) = tmp_path.glob("runs/*")
+    assert re.fullmatch(r"small-Deep-\d{8}-\d{6}", run.name)
+    Trainer(replace(settings, epochs=6), graph, Deep(), resume=run).fit()
+    assert list(tmp_path.glob("runs/*")) == [run]
+    assert json.loads((run / "result.json").read_text())["epochs"] == 6
+
+
 CHANGES = [
     {"alpha": 0.6},
     {"dropout": 0.0},
@@ -173,7 +187,7 @@ def test_a_changed_forward_is_refused(change, tmp_path):
     out, graph = tmp_path / "run", small_graph()
     Trainer(config(out, epochs=4, checkpoint_every=2), graph, Deep()).fit()
     longer = resumed_config(out, {"epochs": 6})
-    with pytest.raises(InputError, match=r"the operations of the run: is .* now, and .*epoch-0000"):
+    with pytest.raises(InputError, match=r"operations of the run: not as in .*epoch-0000.*forward"):
         Trainer(longer, graph, Deep(**change), resume=out).fit()
     assert Trainer(longer, graph, Deep(), resume=out).fit().epochs == 6
 
