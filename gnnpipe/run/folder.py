@@ -26,11 +26,13 @@ import numpy as np
 import scipy
 import torch
 import torch_geometric
+from torch import nn
 
 from gnnpipe.checkpoint.retention import resume_advice
 from gnnpipe.config import TrainConfig
 from gnnpipe.errors import FailedError, InputError
 from gnnpipe.files import how_to_write, seed_runs
+from gnnpipe.graph.graph import Graph
 from gnnpipe.plan import Plan
 from gnnpipe.run.metrics_csv import EpochRow
 from gnnpipe.run.resume import note_launch
@@ -38,14 +40,21 @@ from gnnpipe.runtime.comm.world import World
 from gnnpipe.version import __version__
 
 
-def run_path(config: TrainConfig) -> Path:
-    """Return the path of the run folder: ``--out``, or a new folder below runs/."""
+def run_path(
+    config: TrainConfig, graph: Graph | None = None, model: nn.Module | None = None
+) -> Path:
+    """Return the path of the run folder: ``--out``, or a new folder below runs/.
+
+    ``graph`` and ``model``: those that are passed in, in place of the config's.
+    """
     if config.out:
         return Path(config.out)
-    dataset = "".join(c if c.isalnum() else "-" for c in Path(config.dataset).stem.lower())
-    model = "".join(c if c.isalnum() else "-" for c in Path(config.model).name)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    base = Path("runs") / f"{dataset[:40]}-{model[:40]}-{stamp}"
+    names = (
+        (Path(config.dataset).stem if graph is None else graph.name).lower(),
+        Path(config.model).name if model is None else type(model).__name__,
+    )
+    what = "-".join("".join(c if c.isalnum() else "-" for c in name)[:40] for name in names)
+    base = Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = base, 1
     while path.exists():
         number += 1
@@ -220,18 +229,23 @@ def _replace(path: Path, text: str) -> None:
 
 
 def claim_folder(
-    config: TrainConfig, world: World, resumed: Path | None = None
+    config: TrainConfig,
+    world: World,
+    resumed: Sequence[Path] = (),
+    graph: Graph | None = None,
+    model: nn.Module | None = None,
 ) -> tuple[RunFolder | None, Path | None]:
     """Return the checked run folder on rank 0, and its path on every rank.
 
-    ``resumed``: the folder of the run that is resumed. Both are ``None`` with ``--out off``. An
-    ``InputError`` of rank 0 is raised on every rank.
+    ``resumed``: the folders of runs to resume from, of which the first may be this one. ``graph``
+    and ``model`` as in ``run_path``. Both are ``None`` with ``--out off``. An ``InputError`` of
+    rank 0 is raised on every rank.
     """
     folder, error = None, None
     if world.rank == 0 and config.out != "off":
         try:
-            path = run_path(config)
-            is_resumed = resumed is not None and path.resolve() == resumed.resolve()
+            path = run_path(config, graph, model)
+            is_resumed = path.resolve() in [run.resolve() for run in resumed[:1]]
             folder = RunFolder(path, is_resumed, world.world_size)
         except InputError as fault:
             error = str(fault)

@@ -122,8 +122,8 @@ class Trainer:
                 steps once an epoch (``ReduceLROnPlateau``: after each evaluation, with the
                 validation metric). A resumed run calls it again and repeats the steps.
             callbacks: Run in this order; see ``Callback``.
-            resume: Folder of a run to continue from its newest complete checkpoint; ``config`` is
-                then the result of ``resumed_config``.
+            resume: Folder of a run to continue, there or in ``config.out``, from its newest
+                complete checkpoint; ``config`` is then the result of ``resumed_config``.
             cluster: Devices of the ranks and links, for ``plan="auto"``; ``None``: measured.
             replan: Search a plan anew for a resumed run, in place of the run's own.
 
@@ -134,7 +134,7 @@ class Trainer:
         given = check_parts(config, graph, model)
         check_optimizer(config, optimizer)
         check_scheduler(config, scheduler)
-        self.config = config
+        self.config = config if resume is None or config.out else replace(config, out=str(resume))
         self._graph, self._model = given, model
         self._planner: Planner | None = None if plan is None else GivenPlan(plan)
         of_search = {"replan": replan} | ({} if cluster is None else {cluster.source: True})
@@ -349,7 +349,7 @@ class Trainer:
         if again is not None:
             self._stopping.began(seconds_so_far(again))
         resumed = [run for run in (again, self._resume) if run is not None]
-        return *claim_folder(self.config, world, resumed[0] if resumed else None), resumed
+        return *claim_folder(self.config, world, resumed, self._graph, self._model), resumed
 
     def _plan(self, world: World, resumed: Sequence[Path]) -> tuple[Start | None, str]:
         """Plans the run; returns the checkpoint that it is resumed from, and messages."""
