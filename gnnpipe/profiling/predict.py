@@ -13,7 +13,7 @@ from gnnpipe.config import TrainConfig
 from gnnpipe.config.fields import flag
 from gnnpipe.documents import named
 from gnnpipe.errors import InputError
-from gnnpipe.output import Step
+from gnnpipe.output import Step, say
 from gnnpipe.perf import PlanSizes, Profile, Span, TimeShares, simulate, time_shares
 from gnnpipe.perf.predicted import predicted_spans, simulated_epochs
 from gnnpipe.perf.profiled_costs import ProfiledCosts
@@ -87,6 +87,12 @@ class Predictor:
             with Step("measuring an epoch, to predict its time", config.quiet, mesh.rank == 0):
                 profile = _short_profile(prepared, mesh, sizes, epochs, speeds)
             if not mesh.share(profile is not None):
+                if mesh.rank == 0:
+                    say(
+                        "no prediction: to measure some epochs would take more than 5 % of the "
+                        "run; a file of gnnpipe profile, given by --profile, saves that",
+                        config.quiet,
+                    )
                 return None
 
         def costs() -> ProfiledCosts | None:

@@ -210,12 +210,13 @@ def test_nothing_is_predicted_where_nothing_is_asked_or_worth_it(words, tmp_path
     assert "predicted: " not in capsys.readouterr().out
 
 
-def test_a_profile_that_would_take_too_long_is_given_up(tmp_path, monkeypatch):
+def test_a_profile_that_would_take_too_long_is_given_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(profiling, "SHORT_MIN_S", 0.0)
     monkeypatch.setattr(profiling, "SHORT_RUN_SHARE", 0.0)
     result, _ = trained(tmp_path, "--epochs", "12")
     assert result["predicted_epoch_time_s"] is None
     assert math.isfinite(result["epoch_time_s"])
+    assert capsys.readouterr().out.count("no prediction: to measure some epochs would take") == 1
 
 
 def test_a_given_profile_is_used_whatever_the_length(tmp_path, monkeypatch):
