@@ -48,7 +48,13 @@ def _read(request: DataRequest) -> RawGraph:
     ``InputError``: file missing or unreadable, key missing.
     """
     path = Path(os.path.expanduser(request.dataset))
-    if os.sep not in request.dataset and request.dataset.endswith(OTHER_FILES):
+    if path.is_dir():
+        _fail(
+            request.dataset,
+            "is a folder without a graph; give a file, or a folder with tables (edges.csv), a PyG "
+            "dataset (processed/) or OGB's layout",
+        )
+    if request.dataset.endswith(OTHER_FILES):
         _fail(
             request.dataset,
             f"is no .npz file; {_HOW_TO_WRITE}, or pass a PyG Data from Python: "

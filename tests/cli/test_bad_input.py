@@ -216,7 +216,9 @@ KINDS = {
     # npz: the file
     "npz empty": (written("graph.npz", b"", ["--dataset", "graph.npz"]), ["'graph.npz'", "savez"]),
     "npz of text": (written("g.npz", b"0 1\n1 2\n", ["--dataset", "g.npz"]), ["g.npz", "savez"]),
-    "npz a folder": (folder_instead("g.npz", ["--dataset", "g.npz"]), ["'g.npz'", "savez"]),
+    "json by path": (written("g.json", b"{}", ["--dataset", "./g.json"]), ["g.json", "no .npz"]),
+    "folder without a graph": (written("notes", b"a", ["--dataset", "./"]), ["'./'", "edges.csv"]),
+    "npz a folder": (folder_instead("g.npz", ["--dataset", "g.npz"]), ["'g.npz'", "a folder"]),
     "npz a pipe": (
         pipe_instead("g.npz", ["--dataset", "g.npz"]),
         ["'g.npz'", "not a regular file"],
