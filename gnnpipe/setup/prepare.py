@@ -570,6 +570,7 @@ def warn_of_stale_rows(prepared: Prepared, world: World) -> None:
         return
     what = "normalises over all vertices: statistics include stale rows of later chunks"
     what += " (zeros in the first epoch)" if by_chunk else ", forecast by --staleness auto"
+    what += ", and evaluation can fall far behind training"
     if any(op.structure == SUM for op in model.ops):
         what = "sums over all vertices: the parts of later chunks are those of the last epoch"
     warn(f"model: {model.name} {what}; exact with {exact}")
