@@ -1,4 +1,4 @@
-"""How much memory ranks take beside the estimate: GCN, SAGE, GCNII on four shapes.
+"""How much memory ranks take beside the estimate: GCN, SAGE, GCNII, users' models on four shapes.
 
     python scripts/memory_growth.py [--graphs coauthor_physics debian] [--layers 4 16] [--repeats 3]
 
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -27,11 +28,13 @@ from fidelity import commit  # noqa: E402
 from predicted_speed import GRAPHS, MODELS, SHAPES  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "memory_growth.md"
+USERS = {f"{ROOT}/scripts/users_models.py:{name}": name for name in ("sage", "gin", "classic")}
+"""Users' models with BatchNorm, of 3 layers of 128."""
 BOUND = 0.1
 
 
 def grown(
-    graph: str, model: str, layers: int, shape: tuple[int, int, int]
+    graph: str, model: str, sizes: Sequence[str], shape: tuple[int, int, int]
 ) -> list[tuple[float, float]]:
     """By rank, growth in use and resident, over the estimate."""
     stages, shards, chunks = shape
@@ -43,8 +46,8 @@ def grown(
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command += [str(ROOT / "scripts" / "in_use.py"), f"{place}/in_use"]
-        command += ["train", *GRAPHS[graph], "--model", model, "--layers", str(layers)]
-        command += ["--hidden", "64", "--epochs", "6", "--eval-every", "0", "--device", "cpu"]
+        command += ["train", *GRAPHS[graph], "--model", model, *sizes]
+        command += ["--epochs", "6", "--eval-every", "0", "--device", "cpu"]
         command += ["--stages", str(stages), "--shards", str(shards), "--chunks", str(chunks)]
         command += ["--out", f"{place}/run", "--quiet", "--no-predict"]
         subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True)
@@ -66,9 +69,12 @@ def main() -> None:
     args = parser.parse_args()
     table, medians = [], ([], [])
     for graph in args.graphs:
-        for model, layers in product(MODELS, args.layers):
+        for model, layers in [*product(MODELS, args.layers), *product(USERS, [3])]:
+            own = USERS.get(model, "")
+            sizes = [] if own else ["--layers", str(layers), "--hidden", "64"]
+            name = f"user's {own} 3" if own else f"{model} {layers}"
             for shape in SHAPES:
-                runs = [grown(graph, model, layers, shape) for _ in range(args.repeats)]
+                runs = [grown(graph, model, sizes, shape) for _ in range(args.repeats)]
                 cells = []
                 for kind in range(2):
                     ranks = [sorted(run[r][kind] for run in runs) for r in range(len(runs[0]))]
@@ -80,7 +86,7 @@ def main() -> None:
                         )
                     )
                 shown = ", ".join(map(str, shape))
-                table.append(f"| {graph} | {model} {layers} | {shown} | {cells[0]} | {cells[1]} |")
+                table.append(f"| {graph} | {name} | {shown} | {cells[0]} | {cells[1]} |")
                 print(table[-1], flush=True)
     said = []
     for name, found in zip(("In use", "Resident"), medians, strict=True):
@@ -93,8 +99,9 @@ def main() -> None:
         "# Memory beside its estimate",
         "",
         f"`scripts/memory_growth.py`, {time.strftime('%d %B %Y')}, commit {commit()}. 64 wide, "
-        f"6 epochs on CPUs: growth over the estimate of each rank, median of {args.repeats} "
-        "runs (least to most). *In use*: blocks of the heap that are allocated. *Resident*: all "
+        "users' models (with BatchNorm, `scripts/users_models.py`) 128 wide; 6 epochs on CPUs: "
+        f"growth over the estimate of each rank, median of {args.repeats} runs (least to most). "
+        "*In use*: blocks of the heap that are allocated. *Resident*: all "
         "that the process has of the machine, the holes between those blocks as well "
         "([adr 0018](../adr/0018-settings-of-the-heap.md)).",
         "",

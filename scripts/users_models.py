@@ -128,6 +128,19 @@ MODELS: dict[str, Callable[[Graph], nn.Module]] = {
 }
 
 
+def sage(graph: Graph) -> nn.Module:
+    """For ``--model scripts/users_models.py:sage``; likewise the next two."""
+    return MODELS["sage"](graph)
+
+
+def gin(graph: Graph) -> nn.Module:
+    return MODELS["gin"](graph)
+
+
+def classic(graph: Graph) -> nn.Module:
+    return MODELS["classic"](graph)
+
+
 def _sizes(graph: Graph) -> tuple[int, int]:
     return graph.num_features, graph.num_classes
 
