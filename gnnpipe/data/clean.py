@@ -182,9 +182,9 @@ def _num_vertices(raw: RawGraph, labels: Labels) -> int:
         fail(raw.name, f"{n} vertices", f"at most {MAX_VERTICES} are supported")
     if len(labels) != n:
         wrong = f"y has {len(labels)} labels for {n} vertices"
-        if raw.x is not None and len(raw.x) == n:
+        if raw.x is not None and np.shape(raw.x)[:1] == (n,):
             wrong = f"y has {len(labels)} labels, and x has {n} rows"
-        fail(raw.name, wrong, "give a row of x and a label for each vertex, -1 = none")
+        fail(raw.name, wrong, "give each vertex a row of x, and a label or -1")
     return n
 
 

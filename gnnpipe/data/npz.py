@@ -7,6 +7,7 @@ Anyone can write such a file with ``numpy.savez``, and no content of it can run 
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +31,7 @@ SPARSE_KEYS = ("x_data", "x_indices", "x_indptr", "x_shape")
 """Features as CSR."""
 
 OTHER_FILES = (".pkl", ".npy", ".txt", ".json", ".mat", ".gz", ".zip")
-"""Endings of files that look like data sets and cannot be read; no data set has such a name."""
+"""Endings of files that look like data sets and are none; no data set has such a name."""
 
 
 def _read(request: DataRequest) -> RawGraph:
@@ -51,10 +52,10 @@ def _read(request: DataRequest) -> RawGraph:
     if path.is_dir():
         _fail(
             request.dataset,
-            "is a folder without a graph; give a file, or a folder with tables (edges.csv), a PyG "
-            "dataset (processed/) or OGB's layout",
+            "is a folder without a graph; give a file, or a folder with edges.csv, with PyG's "
+            "processed/data.pt or in OGB's layout",
         )
-    if request.dataset.endswith(OTHER_FILES):
+    if _is_other(request.dataset, path):
         _fail(
             request.dataset,
             f"is no .npz file; {_HOW_TO_WRITE}, or pass a PyG Data from Python: "
@@ -82,6 +83,13 @@ def _read(request: DataRequest) -> RawGraph:
         task=str(arrays.get("task", "classification")),
         is_own_data=True,
     )
+
+
+def _is_other(dataset: str, path: Path) -> bool:
+    """Whether the file is none of the .npz files, which are ZIP archives, by its ending."""
+    if not dataset.endswith(OTHER_FILES):
+        return False
+    return os.sep not in dataset or (path.is_file() and not zipfile.is_zipfile(path))
 
 
 _HOW_TO_WRITE = "write it with numpy.savez(path, edge_index=..., x=..., y=..., train_mask=..., ...)"
@@ -181,7 +189,9 @@ def _features(arrays: Arrays, path: Path) -> Any:
 
 
 SOURCE = Source(
-    handles=lambda name: os.sep in name or name.endswith((".npz", *OTHER_FILES)),
+    handles=lambda name: (
+        os.sep in name or name.endswith((".npz", *OTHER_FILES)) or Path(name).expanduser().is_dir()
+    ),
     read=_read,
     listing=(
         ("<path>.npz", "a file with edge_index, x (or x_data, ...), y, train_mask, ..."),

@@ -201,6 +201,11 @@ REFUSED = {
     "labels several half": ({"y": np.full((N, 2), 0.5)}, r"y\[0, 0\] = 0.5; try: 0, 1"),
     "labels several count": ({"y": np.ones((N, 3)), "num_classes": 4}, "y has 3 labels.*4"),
     "labels short": ({"num_vertices": 7}, "y has 6 labels for 7 vertices"),
+    "rows too few": ({"num_vertices": 5, "x": np.eye(5)}, "y has 6 labels, and x has 5 rows"),
+    "sparse rows too few": (
+        {"num_vertices": 5, "x": sp.eye(5).tocsr()},
+        "y has 6 labels, and x has 5 rows",
+    ),
     "no label": ({"y": [-1] * N}, r"no vertex is labelled \(all are -1\)"),
     "no vertex": ({"y": [], "x": np.ones((0, 1))}, "no vertices"),
     "too many": ({"num_vertices": 2**40}, "1099511627776 vertices; try: at most"),
