@@ -25,6 +25,7 @@ from gnnpipe.run.folder import claim_folder, plain
 from gnnpipe.run.result import RunResult
 from gnnpipe.run.summary import score
 from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.inputs import passed_graph
 from gnnpipe.setup.prepare import join_world
 from gnnpipe.tasks.loss import LossFn
 from gnnpipe.train.trainer import Trainer
@@ -119,7 +120,8 @@ def fit_seeds(
         raise InputError(f"--seeds {count}: --seed {config.seed} is too near to 2^32 for so many")
     met = world or join_world(config)
     met.agree_on({"--seeds": count})
-    folder, _ = claim_folder(config, met)
+    graph = passed_graph(graph)
+    folder, _ = claim_folder(config, met, graph, make_model)
     results: list[RunResult] = []
     plan: Plan | None = None
     made: list[nn.Parameter] = []

@@ -17,8 +17,9 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,29 @@ from gnnpipe.runtime.comm.world import World
 from gnnpipe.version import __version__
 
 
+def in_its_folder(config: TrainConfig, run: str | Path | None) -> TrainConfig:
+    """Return the config with the folder of the resumed ``run``, if any, where it has none."""
+    is_folder = run is not None and Path(run).is_dir()
+    return replace(config, out=str(run)) if is_folder and not config.out else config
+
+
 def run_path(
-    config: TrainConfig, graph: Graph | None = None, model: nn.Module | None = None
+    config: TrainConfig,
+    graph: Graph | None = None,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
 ) -> Path:
     """Return the path of the run folder: ``--out``, or a new folder below runs/.
 
-    ``graph`` and ``model``: those that are passed in, in place of the config's.
+    ``graph`` and ``model``: those that are passed in, or the function that makes the model.
     """
     if config.out:
         return Path(config.out)
-    names = (
-        (Path(config.dataset).stem if graph is None else graph.name).lower(),
-        Path(config.model).name if model is None else type(model).__name__,
-    )
-    what = "-".join("".join(c if c.isalnum() else "-" for c in name)[:40] for name in names)
+    dataset = Path(config.dataset).stem if graph is None else graph.name or "graph"
+    name = Path(config.model).name
+    if model is not None:
+        name = getattr(model, "__name__", type(model).__name__)
+    both = (part[:40] for part in (dataset.lower(), name))
+    what = "-".join("".join(c if c.isalnum() else "-" for c in part) for part in both)
     base = Path("runs") / f"{what}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = base, 1
     while path.exists():
@@ -231,21 +241,21 @@ def _replace(path: Path, text: str) -> None:
 def claim_folder(
     config: TrainConfig,
     world: World,
-    resumed: Sequence[Path] = (),
     graph: Graph | None = None,
-    model: nn.Module | None = None,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    resumed: Path | None = None,
 ) -> tuple[RunFolder | None, Path | None]:
     """Return the checked run folder on rank 0, and its path on every rank.
 
-    ``resumed``: the folders of runs to resume from, of which the first may be this one. ``graph``
-    and ``model`` as in ``run_path``. Both are ``None`` with ``--out off``. An ``InputError`` of
-    rank 0 is raised on every rank.
+    ``graph`` and ``model`` as in ``run_path``; ``resumed``: folder of the run that is resumed. Both
+    results are ``None`` with ``--out off``. An ``InputError`` of rank 0 is raised on every
+    rank.
     """
     folder, error = None, None
     if world.rank == 0 and config.out != "off":
         try:
             path = run_path(config, graph, model)
-            is_resumed = path.resolve() in [run.resolve() for run in resumed[:1]]
+            is_resumed = resumed is not None and path.resolve() == resumed.resolve()
             folder = RunFolder(path, is_resumed, world.world_size)
         except InputError as fault:
             error = str(fault)

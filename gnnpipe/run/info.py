@@ -15,6 +15,7 @@ from gnnpipe.planner.given_devices import Hardware
 from gnnpipe.profiling.search import OfflinePlanner
 from gnnpipe.run.summary import info_lines
 from gnnpipe.runtime.comm.world import World
+from gnnpipe.setup.inputs import warn_of_vain_settings
 from gnnpipe.setup.memory_estimate import memory_by_rank
 from gnnpipe.setup.prepare import prepare, warn_of_stale_rows
 from gnnpipe.tasks.loss import LossFn
@@ -54,6 +55,7 @@ def info(
     planner = GivenPlan(plan) if plan else search
     prepared = prepare(config, world, graph, model, planner, loss_fn)
     warn_of_stale_rows(prepared, world)
+    warn_of_vain_settings(config, prepared.plan, prepared.model, prepared.graph, world)
     memory = memory_by_rank(prepared)
     lines = info_lines(prepared, memory)
     if search is not None and hardware is not None:

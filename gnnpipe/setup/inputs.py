@@ -240,19 +240,6 @@ def made_model(model: nn.Module | None, config: TrainConfig, graph: Graph) -> nn
     return make_user_model(config, graph)
 
 
-def warn_of_unread_settings(config: TrainConfig) -> None:
-    """Warns of settings for a model whose maker takes no config, so that it cannot read them."""
-    if not is_user_model(config.model) or num_inputs(config) > 1:
-        return
-    given = [name for name in ("layers", "hidden", "dropout") if _is_given(config, name)]
-    if given:
-        words = ", ".join(f"{flag(name)} {getattr(config, name)}" for name in given)
-        warn(
-            f"{words}: no effect, as {config.model} does not take the config; leave it out, or "
-            f'name an argument of the function: --model-args "{given[0]}=..."'
-        )
-
-
 def with_vertex_data(graph: Graph, model: nn.Module) -> Graph:
     """Returns the graph with the vertex data that the model reads in its features."""
     if not graph.vertex_data:
@@ -412,11 +399,18 @@ def _rounds(model: Model, graph: Graph) -> bool:
     return model.has_bf16_products([t for t in types if not sp.issparse(graph.features(t))])
 
 
-def warn_of_vain_rounding(
+def warn_of_vain_settings(
     config: TrainConfig, plan: Plan, model: Model, graph: Graph, world: World
 ) -> None:
-    """Warns on rank 0 if ``--matmul-dtype bf16`` rounds no product or is no faster."""
-    if config.matmul_dtype != "bf16" or world.rank:
+    """Warns on rank 0 of settings without effect.
+
+    ``--matmul-dtype bf16`` that rounds no product or is no faster, and settings for a model whose
+    maker takes no config.
+    """
+    if world.rank:
+        return
+    _warn_of_unread_settings(config)
+    if config.matmul_dtype != "bf16":
         return
     rows = max(1, graph.num_vertices // (plan.chunks * plan.most_shards))
     found = ""
@@ -432,6 +426,19 @@ def warn_of_vain_rounding(
         )
     if found:
         warn(f"--matmul-dtype bf16: {found}")
+
+
+def _warn_of_unread_settings(config: TrainConfig) -> None:
+    if not is_user_model(config.model) or num_inputs(config) > 1:
+        return
+    given = [name for name in ("layers", "hidden", "dropout") if _is_given(config, name)]
+    if given:
+        words = ", ".join(f"{flag(name)} {getattr(config, name)}" for name in given)
+        warn(
+            f"{words}: no effect, as {config.model} does not take the config; leave it out, let "
+            "the function take the graph and the config, or name an argument of it: "
+            f'--model-args "{given[0]}=..."'
+        )
 
 
 def number_dtype(config: TrainConfig) -> torch.dtype:

@@ -72,7 +72,6 @@ from gnnpipe.setup.inputs import (
     reason_not_recorded,
     row_dtype,
     settled_config,
-    warn_of_unread_settings,
     with_edge_work,
     with_vertex_data,
     without_unread,
@@ -308,8 +307,6 @@ def _with_inputs(
     Labels and data of vertices become features. The digest counts data of vertices that is read.
     """
     graph = with_label_inputs(graph, config)
-    if model is None and world.rank == 0:
-        warn_of_unread_settings(config)
     module = made_model(model, config, graph)
     graph = with_vertex_data(graph, module)
     # Every rank takes part, also one whose graph has no such data.
@@ -570,7 +567,7 @@ def warn_of_stale_rows(prepared: Prepared, world: World) -> None:
         return
     what = "normalises over all vertices: statistics include stale rows of later chunks"
     what += " (zeros in the first epoch)" if by_chunk else ", forecast by --staleness auto"
-    what += ", and evaluation can fall far behind training"
+    what += "; with BatchNorm, scores can fall far behind the loss"
     if any(op.structure == SUM for op in model.ops):
         what = "sums over all vertices: the parts of later chunks are those of the last epoch"
     warn(f"model: {model.name} {what}; exact with {exact}")

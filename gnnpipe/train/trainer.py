@@ -36,7 +36,7 @@ from gnnpipe.planner import GivenPlan, Planner
 from gnnpipe.profiling.links import receive_bandwidth
 from gnnpipe.profiling.predict import Predictor, check_profile_file
 from gnnpipe.profiling.search import check_search, planned_speeds, ranks_of_plan, run_planner
-from gnnpipe.run.folder import RunFolder, claim_folder, reclaim_folder
+from gnnpipe.run.folder import RunFolder, claim_folder, in_its_folder, reclaim_folder
 from gnnpipe.run.predictions import check_new_file, write_predictions
 from gnnpipe.run.progress import Progress
 from gnnpipe.run.rank_log import RankLog, is_lost_peer, lost_rank
@@ -59,7 +59,7 @@ from gnnpipe.setup.inputs import (
     check_parts,
     last_epoch_of,
     passed_graph,
-    warn_of_vain_rounding,
+    warn_of_vain_settings,
 )
 from gnnpipe.setup.label_inputs import with_label_inputs
 from gnnpipe.setup.layer_output import without_labels
@@ -122,8 +122,8 @@ class Trainer:
                 steps once an epoch (``ReduceLROnPlateau``: after each evaluation, with the
                 validation metric). A resumed run calls it again and repeats the steps.
             callbacks: Run in this order; see ``Callback``.
-            resume: Folder of a run to continue, there or in ``config.out``, from its newest
-                complete checkpoint; ``config`` is then the result of ``resumed_config``.
+            resume: Folder of a run to continue from its newest complete checkpoint, by default in
+                the same folder; ``config`` is then the result of ``resumed_config``.
             cluster: Devices of the ranks and links, for ``plan="auto"``; ``None``: measured.
             replan: Search a plan anew for a resumed run, in place of the run's own.
 
@@ -134,7 +134,7 @@ class Trainer:
         given = check_parts(config, graph, model)
         check_optimizer(config, optimizer)
         check_scheduler(config, scheduler)
-        self.config = config if resume is None or config.out else replace(config, out=str(resume))
+        self.config = config = in_its_folder(config, resume)
         self._graph, self._model = given, model
         self._planner: Planner | None = None if plan is None else GivenPlan(plan)
         of_search = {"replan": replan} | ({} if cluster is None else {cluster.source: True})
@@ -349,7 +349,7 @@ class Trainer:
         if again is not None:
             self._stopping.began(seconds_so_far(again))
         resumed = [run for run in (again, self._resume) if run is not None]
-        return *claim_folder(self.config, world, resumed, self._graph, self._model), resumed
+        return *claim_folder(self.config, world, self._graph, self._model, *resumed[:1]), resumed
 
     def _plan(self, world: World, resumed: Sequence[Path]) -> tuple[Start | None, str]:
         """Plans the run; returns the checkpoint that it is resumed from, and messages."""
@@ -371,7 +371,7 @@ class Trainer:
         config = prepared.config
         check_exact_epochs(config, prepared.plan, last_epoch)
         warn_of_stale_rows(prepared, mesh)
-        warn_of_vain_rounding(config, prepared.plan, prepared.model, prepared.graph, mesh)
+        warn_of_vain_settings(config, prepared.plan, prepared.model, prepared.graph, mesh)
         progress = self._progress(last_epoch)
         for line in [*message.splitlines(), *head_lines(prepared)]:
             progress.say(line)

@@ -1,7 +1,6 @@
 """A model named on the command line is the model that a script would pass in."""
 
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -152,12 +151,11 @@ def test_arguments_of_the_model(net, name):
     assert (conv.out_channels, type(conv.aggr_module).__name__) == (5, "MaxAggregation")
 
 
-def test_settings_that_no_maker_reads(net):
+def test_settings_that_the_function_cannot_read(net):
     words = "--layers 3, --hidden 8, --dropout 0.0: no effect, as net.py:with_width does not take"
-    for name, given in {"net.py:with_width": "width=5", "net.py:make_model": ""}.items():
-        takes_config = name == "net.py:make_model"
-        with nullcontext() if takes_config else pytest.warns(UserWarning, match=words):
-            info(settings(name, "off", model_args=given))
+    with pytest.warns(UserWarning, match=words):
+        info(settings("net.py:with_width", "off", model_args="width=5"))
+    info(settings("net.py:with_width", "off", model_args="width=5", **UNREAD))
 
 
 @pytest.mark.parametrize(
