@@ -218,16 +218,15 @@ class Start:
             if what == DIGEST and self.identity.get(LIBRARIES) != identity[LIBRARIES]:
                 continue
             if what not in self.identity or self.identity[what] != value:
+                path = self.stored.path
+                config = path.parents[1] / "config.toml"
                 name = flag(what) if what in FIXED else f"the {what} of the run"
-                place = self.stored.path
-                fault = f"is {value} now, and {self.identity.get(what)} in {place}"
-                settings = f"settings of the run (see {place.parents[1] / 'config.toml'})"
+                fault = f"{name}: is {value} now, and {self.identity.get(what)} in {path}"
                 if what in _CHECKSUMS:
-                    fault = f"not as in {place}: {_CHECKSUMS[what]}"
-                    settings = "settings of the run"
+                    fault = f"{_CHECKSUMS[what]} differ from those in {path}"
                 raise InputError(
-                    f"{name}: {fault}; resume with the dataset, model and {settings}, or start a "
-                    "new run without --resume"
+                    f"{fault}; resume with the dataset, model and settings of the run (see "
+                    f"{config}), or start a new run without --resume"
                 )
 
     @property
@@ -255,11 +254,11 @@ version may record the same model in another way."""
 
 
 _CHECKSUMS = {
-    "weights": "their names, shapes or number types have changed",
-    DIGEST: "the model's forward, or a setting of its modules such as a dropout rate, has changed",
-    "graph": "its vertices, edges, features, labels or split have changed",
+    "graph": "graph: its vertices, edges, labels, split or data that the model reads",
+    "weights": "model: names, shapes or number types of its weights",
+    DIGEST: "model: operations of its forward, or settings of its modules such as a dropout rate,",
 }
-"""Parts of the identity that are checksums, and what it means if one differs."""
+"""Parts of the identity that are checksums: what has changed if one of them differs."""
 
 _UNKNOWN = ("choice of the optimizer", "loss", DIGEST, LIBRARIES)
 """Parts of the identity that older checkpoints do not tell."""
@@ -281,11 +280,11 @@ def identity_of(
         "choice of the optimizer": "passed in" if prepared.optimizer else "by --optimizer",
         "scheduler": "passed in" if has_own_scheduler else "by --lr-schedule",
         "loss": "passed in" if prepared.loss_fn else "that of the labels",
+        "graph": prepared.digest,
         "weights": f"{zlib.crc32(repr(shapes).encode()):08x}",
         DIGEST: prepared.model.digest,
         LIBRARIES: f"gnnpipe {__version__}, torch {torch.__version__}, "
         f"PyG {torch_geometric.__version__}",
-        "graph": prepared.digest,
     }
 
 

@@ -12,13 +12,14 @@ from helpers import small_graph
 from resume_runs import EPOCHS, config, table
 from test_resume import damage, outcome, stop_after
 from torch import nn
-from torch_geometric.nn import GCN2Conv
+from torch_geometric.nn import GCN, GCN2Conv
 from torch_geometric.utils import dropout_edge
 
-from gnnpipe import Trainer
+from gnnpipe import TrainConfig, Trainer
 from gnnpipe.checkpoint import writer
 from gnnpipe.errors import FailedError, InputError, StoppedError
 from gnnpipe.run import resume
+from gnnpipe.run.folder import run_path
 from gnnpipe.run.resume import resumed_config
 from gnnpipe.train import loop, trainer
 
@@ -162,6 +163,13 @@ def test_a_passed_in_graph_and_model_name_the_folder_and_a_resumed_run_stays_the
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
+    bare = TrainConfig(dataset="karate")
+    assert run_path(bare).name.startswith("karate-gcn-2")
+    assert run_path(bare, replace(small_graph(), name="a/B")).name.startswith("a-b-gcn-2")
+    assert run_path(bare, model=Deep()).name.startswith("karate-Deep-2")
+    assert (
+        run_path(bare, model=Deep, graph=replace(small_graph(), name="")).name[:11] == "graph-Deep-"
+    )
     graph, settings = small_graph(), replace(config("", checkpoint_every=2), out="")
     Trainer(replace(settings, epochs=4), graph, Deep()).fit()
     (run,) = tmp_path.glob("runs/*")
@@ -169,6 +177,28 @@ def test_a_passed_in_graph_and_model_name_the_folder_and_a_resumed_run_stays_the
     Trainer(replace(settings, epochs=6), graph, Deep(), resume=run).fit()
     assert list(tmp_path.glob("runs/*")) == [run]
     assert json.loads((run / "result.json").read_text())["epochs"] == 6
+    with pytest.raises(InputError, match="--resume 'none': has no complete checkpoint"):
+        Trainer(replace(settings, epochs=6), graph, Deep(), resume="none").fit()
+
+
+@pytest.mark.parametrize(
+    ("features", "hidden", "text"),
+    [
+        (
+            9,
+            8,
+            "graph: its vertices, edges, labels, split or data that the model reads differ from",
+        ),
+        (7, 6, "model: names, shapes or number types of its weights differ from"),
+    ],
+)
+def test_what_has_changed_is_named(features, hidden, text, tmp_path):
+    out = tmp_path / "run"
+    Trainer(config(out, epochs=4, checkpoint_every=2), small_graph(), GCN(7, 8, 2, 4)).fit()
+    longer = resumed_config(out, {"epochs": 6})
+    graph = small_graph(features=features)
+    with pytest.raises(InputError, match=text):
+        Trainer(longer, graph, GCN(features, hidden, 2, 4), resume=out).fit()
 
 
 CHANGES = [
@@ -187,7 +217,7 @@ def test_a_changed_forward_is_refused(change, tmp_path):
     out, graph = tmp_path / "run", small_graph()
     Trainer(config(out, epochs=4, checkpoint_every=2), graph, Deep()).fit()
     longer = resumed_config(out, {"epochs": 6})
-    with pytest.raises(InputError, match=r"operations of the run: not as in .*epoch-0000.*forward"):
+    with pytest.raises(InputError, match=r"model: operations of its forward.*epoch-0000"):
         Trainer(longer, graph, Deep(**change), resume=out).fit()
     assert Trainer(longer, graph, Deep(), resume=out).fit().epochs == 6
 
