@@ -129,7 +129,8 @@ class ComputeTimes:
         raise InputError(
             f"profile: has no op like {op.name} ({kind}), {_nearest(kind, self.ops)}; take one "
             "with the dataset and the model flags of the run (--model, --hidden, --model-args) and "
-            "with --layers 3 at least; train without --profile measures a short one"
+            "with --layers 3 at least, or leave --profile out of gnnpipe train, which then takes "
+            "a short one"
         )
 
     def scaled(self, factor: float, ranks: int) -> ComputeTimes:

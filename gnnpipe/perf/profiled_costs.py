@@ -216,11 +216,13 @@ class ProfiledCosts:
             source, target = ends if way == Direction.FORWARD else ends[::-1]
             if (target, first_step) == (stage, step) or (source, last_step) == (stage, step):
                 busy = self._profile.link("message").busy
-                num_values = len(list(self._widths_between(*ends)))
-                # A message has a part for each value and pair of shards with common rows.
-                for pair, size_bytes in self._bytes_between(*ends).items():
-                    shard = pair[ends.index(stage)]
-                    total[shard] += busy.base_s * num_values + busy.per_row_s * size_bytes
+                # Each value with rows is sent by itself. What a rank does once a message for each
+                # other rank, less than half of the time without bytes, is counted with it.
+                for vertex_type, width in self._widths_between(*ends):
+                    for pair, rows in self._sizes.rows_between(*ends, vertex_type).items():
+                        size_bytes = rows * (width * self._row_bytes)
+                        time_s = busy.base_s + busy.per_row_s * size_bytes
+                        total[pair[ends.index(stage)]] += time_s * (rows > 0)
         if shards > 1 and step < last and self.has_exchange(way, stage, step):
             busy = self._profile.link("exchange").busy
             total += busy.base_s * (shards - 1)

@@ -1,9 +1,9 @@
 """Measures the links between ranks: clocks, messages, exchanges among shards, gradient sums.
 
 A transfer costs two things. Its time is measured while nothing is computed. The processor time that
-it takes from ranks that compute meanwhile (gloo's threads, copies, interrupts, evicted caches) is
-the difference between the same passes over a table with and without transfers under way; a rank
-that only waits for a message sees a third of it.
+it takes from ranks that compute meanwhile (calls, gloo's threads, copies, interrupts, evicted
+caches) is the difference between the same passes over a table with and without transfers under way;
+a rank that only waits for a message sees a third of it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from gnnpipe.perf.unroll import program_tasks
 from gnnpipe.plan import ModelGraph, Plan, StageDag
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.profiling.links import most_ranks_per_machine
-from gnnpipe.profiling.profile import take_short_profile
+from gnnpipe.profiling.profile import SHORT_RUN_SHARE, take_short_profile
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.world import World
 from gnnpipe.setup.chunk_sizes import chunk_sizes
@@ -89,8 +89,8 @@ class Predictor:
             if not mesh.share(profile is not None):
                 if mesh.rank == 0:
                     say(
-                        "no prediction: to measure some epochs would take more than 5 % of the "
-                        "run; a file of gnnpipe profile, given by --profile, saves that",
+                        f"no prediction: measuring would take more than {SHORT_RUN_SHARE:.0%} of "
+                        "so short a run; try --profile with a file of gnnpipe profile",
                         config.quiet,
                     )
                 return None
