@@ -28,13 +28,13 @@ from fidelity import commit  # noqa: E402
 from predicted_speed import GRAPHS, MODELS, SHAPES  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks" / "memory_growth.md"
-USERS = {f"{ROOT}/scripts/users_models.py:{name}": name for name in ("sage", "gin", "classic")}
-"""Users' models with BatchNorm, of 3 layers of 128."""
+USERS = ("sage", "gin", "classic")
+"""Of ``users_models.py``, with BatchNorm."""
 BOUND = 0.1
 
 
 def grown(
-    graph: str, model: str, sizes: Sequence[str], shape: tuple[int, int, int]
+    graph: str, model: Sequence[str], shape: tuple[int, int, int]
 ) -> list[tuple[float, float]]:
     """By rank, growth in use and resident, over the estimate."""
     stages, shards, chunks = shape
@@ -46,7 +46,7 @@ def grown(
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command += [str(ROOT / "scripts" / "in_use.py"), f"{place}/in_use"]
-        command += ["train", *GRAPHS[graph], "--model", model, *sizes]
+        command += ["train", *GRAPHS[graph], *model]
         command += ["--epochs", "6", "--eval-every", "0", "--device", "cpu"]
         command += ["--stages", str(stages), "--shards", str(shards), "--chunks", str(chunks)]
         command += ["--out", f"{place}/run", "--quiet", "--no-predict"]
@@ -69,12 +69,15 @@ def main() -> None:
     args = parser.parse_args()
     table, medians = [], ([], [])
     for graph in args.graphs:
-        for model, layers in [*product(MODELS, args.layers), *product(USERS, [3])]:
-            own = USERS.get(model, "")
-            sizes = [] if own else ["--layers", str(layers), "--hidden", "64"]
-            name = f"user's {own} 3" if own else f"{model} {layers}"
+        built_in = [
+            (f"{model} {layers}", ["--model", model, "--layers", str(layers), "--hidden", "64"])
+            for model, layers in product(MODELS, args.layers)
+        ]
+        maker = ["--model", str(ROOT / "scripts" / "users_models.py") + ":make_model"]
+        own = [(f"user's {u}", [*maker, "--model-args", f"name='{u}'"]) for u in USERS]
+        for name, model in [*built_in, *own]:
             for shape in SHAPES:
-                runs = [grown(graph, model, sizes, shape) for _ in range(args.repeats)]
+                runs = [grown(graph, model, shape) for _ in range(args.repeats)]
                 cells = []
                 for kind in range(2):
                     ranks = [sorted(run[r][kind] for run in runs) for r in range(len(runs[0]))]
@@ -99,7 +102,8 @@ def main() -> None:
         "# Memory beside its estimate",
         "",
         f"`scripts/memory_growth.py`, {time.strftime('%d %B %Y')}, commit {commit()}. 64 wide, "
-        "users' models (with BatchNorm, `scripts/users_models.py`) 128 wide; 6 epochs on CPUs: "
+        "users' models (`scripts/users_models.py`, with BatchNorm) 3 layers of 128; 6 epochs on "
+        "CPUs: "
         f"growth over the estimate of each rank, median of {args.repeats} runs (least to most). "
         "*In use*: blocks of the heap that are allocated. *Resident*: all "
         "that the process has of the machine, the holes between those blocks as well "

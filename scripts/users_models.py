@@ -128,17 +128,9 @@ MODELS: dict[str, Callable[[Graph], nn.Module]] = {
 }
 
 
-def sage(graph: Graph) -> nn.Module:
-    """For ``--model scripts/users_models.py:sage``; likewise the next two."""
-    return MODELS["sage"](graph)
-
-
-def gin(graph: Graph) -> nn.Module:
-    return MODELS["gin"](graph)
-
-
-def classic(graph: Graph) -> nn.Module:
-    return MODELS["classic"](graph)
+def make_model(graph: Graph, *, name: str) -> nn.Module:
+    """One of ``MODELS``, for ``--model scripts/users_models.py:make_model --model-args``."""
+    return MODELS[name](graph)
 
 
 def _sizes(graph: Graph) -> tuple[int, int]:
