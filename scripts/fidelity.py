@@ -8,8 +8,8 @@ For a fixed K and seed the result does not depend on S and G (docs/explanation/e
 up to rounding), so one process with K chunks shows what S ranks show. Every cell that ends is a
 line of docs/benchmarks/data/fidelity.jsonl; what is there is not run again, so the run can be
 stopped and started at will.
-Rows of tables that were not run again since gnnpipe's models are recorded, and those that they
-share with others, lie in data/fidelity_before.jsonl.
+The tables ``ablation`` and ``arxiv`` were not run again since gnnpipe's models are recorded; their
+rows lie in data/fidelity_before.jsonl.
 """
 
 from __future__ import annotations
