@@ -225,6 +225,10 @@ def report() -> None:
         f"- of the measured epochs of a cell, the longest is {statistics.median(spread):.0%} over "
         f"the shortest on the median of the cells, {max(spread):.0%} at most."
     )
+    took_s = [row["took_s"] for row in read_rows(DATA) if row["kind"] == "profile"]
+    lines.append(
+        f"- a profile that serves all shapes took {min(took_s):.0f} to {max(took_s):.0f} s to take."
+    )
     text = "\n".join(lines) + "\n"
     (FOLDER / "predicted.md").write_text(text, encoding="utf-8")
     print(text)
