@@ -52,8 +52,8 @@ def _read(request: DataRequest) -> RawGraph:
     if path.is_dir():
         _fail(
             request.dataset,
-            "is a folder without a graph; give a file, or a folder with edges.csv, with PyG's "
-            "processed/data.pt or in OGB's layout",
+            "is a folder without a graph; give a file such as graph.npz, or a folder with "
+            "edges.csv, with PyG's processed/data.pt or in OGB's layout",
         )
     if _is_other(request.dataset, path):
         _fail(
@@ -83,6 +83,11 @@ def _read(request: DataRequest) -> RawGraph:
         task=str(arrays.get("task", "classification")),
         is_own_data=True,
     )
+
+
+def _handles(name: str) -> bool:
+    is_folder = os.path.isdir(os.path.expanduser(name))
+    return is_folder or os.sep in name or name.endswith((".npz", *OTHER_FILES))
 
 
 def _is_other(dataset: str, path: Path) -> bool:
@@ -189,9 +194,7 @@ def _features(arrays: Arrays, path: Path) -> Any:
 
 
 SOURCE = Source(
-    handles=lambda name: (
-        os.sep in name or name.endswith((".npz", *OTHER_FILES)) or Path(name).expanduser().is_dir()
-    ),
+    handles=_handles,
     read=_read,
     listing=(
         ("<path>.npz", "a file with edge_index, x (or x_data, ...), y, train_mask, ..."),

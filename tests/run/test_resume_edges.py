@@ -194,11 +194,11 @@ def test_a_passed_in_graph_and_model_name_the_folder_and_a_resumed_run_stays_the
 )
 def test_what_has_changed_is_named(features, hidden, text, tmp_path):
     out = tmp_path / "run"
-    Trainer(config(out, epochs=4, checkpoint_every=2), small_graph(), GCN(7, 8, 2, 4)).fit()
+    Trainer(config(out, epochs=4, checkpoint_every=2), small_graph(), GCN(7, 8, 2, 3)).fit()
     longer = resumed_config(out, {"epochs": 6})
     graph = small_graph(features=features)
     with pytest.raises(InputError, match=text):
-        Trainer(longer, graph, GCN(features, hidden, 2, 4), resume=out).fit()
+        Trainer(longer, graph, GCN(features, hidden, 2, 3), resume=out).fit()
 
 
 CHANGES = [
