@@ -84,7 +84,8 @@ def main() -> None:
                     medians[kind].extend(statistics.median(found) for found in ranks)
                     cells.append(
                         ", ".join(
-                            f"{statistics.median(found):.2f} ({found[0]:.2f}-{found[-1]:.2f})"
+                            f"{statistics.median(found):.2f}"
+                            + f" ({found[0]:.2f}-{found[-1]:.2f})" * (args.repeats > 1)
                             for found in ranks
                         )
                     )
@@ -98,13 +99,14 @@ def main() -> None:
             f"{name}: {near} of {len(found)} ranks within {BOUND:.0%}, median "
             f"{statistics.median(found):.2f}, least {min(found):.2f}, most {max(found):.2f}."
         )
+    spread = f"median of {args.repeats} runs (least to most)" if args.repeats > 1 else "one run"
     lines = [
         "# Memory beside its estimate",
         "",
         f"`scripts/memory_growth.py`, {time.strftime('%d %B %Y')}, commit {commit()}. 64 wide, "
         "users' models (`scripts/users_models.py`, with BatchNorm) 3 layers of 128; 6 epochs on "
         "CPUs: "
-        f"growth over the estimate of each rank, median of {args.repeats} runs (least to most). "
+        f"growth over the estimate of each rank, {spread}. "
         "*In use*: blocks of the heap that are allocated. *Resident*: all "
         "that the process has of the machine, the holes between those blocks as well "
         "([adr 0018](../adr/0018-settings-of-the-heap.md)).",
