@@ -91,7 +91,7 @@ def _handles(name: str) -> bool:
 
 
 def _is_other(dataset: str, path: Path) -> bool:
-    """Whether the file is none of the .npz files, which are ZIP archives, by its ending."""
+    """Whether the file has another ending than .npz, and is no ZIP archive as .npz files are."""
     if not dataset.endswith(OTHER_FILES):
         return False
     return os.sep not in dataset or (path.is_file() and not zipfile.is_zipfile(path))
