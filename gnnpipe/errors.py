@@ -41,5 +41,9 @@ class IdleRank(SystemExit):
         super().__init__(int(ExitCode.DONE))
 
 
+class LostPeerError(RuntimeError):
+    """A rank of this machine has ended, or sends nothing; users see it as a ``LostRankError``."""
+
+
 class LostRankError(RuntimeError):
     """Another rank has ended; the message says from which checkpoint the run can be continued."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from gnnpipe.checkpoint.retention import resume_advice
-from gnnpipe.errors import FailedError, LostRankError
+from gnnpipe.errors import FailedError, LostPeerError, LostRankError
 
 
 class RankError(RuntimeError):
@@ -56,7 +56,9 @@ class RankLog:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether the error comes from torch.distributed, because another rank has ended."""
+    """Return whether another rank has ended, as torch.distributed or shared memory tells."""
+    if isinstance(error, LostPeerError):
+        return True
     if not isinstance(error, RuntimeError) or isinstance(error, FailedError):
         return False
     frames = traceback.extract_tb(error.__traceback__)

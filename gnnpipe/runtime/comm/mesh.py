@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gnnpipe.collectives import DEFAULT_COLLECTIVES, Collectives
 from gnnpipe.plan import Placement
 from gnnpipe.runtime.comm.recorder import Recorder
+from gnnpipe.runtime.comm.shared_memory import SharedMemoryLink
 from gnnpipe.runtime.comm.start_thread import StartThread
 from gnnpipe.runtime.comm.world import World, leave_at_exit
 
@@ -53,7 +54,8 @@ class Mesh(World):
             start_thread=StartThread(has_thread=is_cpu and world.world_size > 1),
         )
         if world.world_size > 1:
-            atexit.register(leave_at_exit, mesh)
+            # Without the links, whose memory is freed with the last trainer that uses them.
+            atexit.register(leave_at_exit, replace(mesh, links={}))
         return mesh
 
     @classmethod
@@ -77,6 +79,17 @@ class Mesh(World):
     def shards(self) -> int:
         """G of this rank's stage."""
         return len(self.placement.group(self.rank))
+
+    @property
+    def shard_links(self) -> list[SharedMemoryLink | None] | None:
+        """The links to the shards of this stage, with ``None`` at the place of this shard.
+
+        ``None`` if a shard is on another machine.
+        """
+        group = self.placement.group(self.rank)
+        if any(rank not in self.links for rank in group if rank != self.rank):
+            return None
+        return [self.links.get(rank) for rank in group]
 
     @property
     def stage(self) -> int:

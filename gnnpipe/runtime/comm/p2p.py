@@ -1,10 +1,11 @@
 """Point-to-point messages between stages: values forward, gradients backward.
 
 ``post`` and ``send`` return at once; ``take`` waits for one message, ``drain`` for all sends.
-A message has a part for each rank of the other stage that owns some of its rows (``RowLinks``).
+A message has a part for each rank of the other stage that owns some of its rows (``RowLinks``);
+it goes through shared memory to a rank of the same machine, and over gloo or NCCL to another one.
 Parts of one direction between two ranks arrive in the order in which they were sent:
 ``schedule.check`` has proved that both ends use the same order. The two directions have channels of
-their own, a tag over gloo and a group over NCCL, because 1F1B mixes them.
+their own (a tag over gloo, a group over NCCL), because 1F1B mixes them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ from torch import Tensor
 
 from gnnpipe.runtime.comm.mesh import Mesh
 from gnnpipe.runtime.comm.row_links import Pieces
+from gnnpipe.runtime.comm.shared_memory import Channel, SharedMemoryMessage
 from gnnpipe.runtime.comm.start_thread import StartedMessages
 from gnnpipe.schedule import Direction
 
 Key = tuple[str, int, int]
 """Direction ('F' or 'B'), stage of the peer, position of the chunk."""
+
+
+_CHANNELS: Mapping[str, Channel] = {
+    Direction.FORWARD: Channel.FORWARD,
+    Direction.BACKWARD: Channel.BACKWARD,
+}
 
 
 class ValueSize(NamedTuple):
@@ -39,7 +47,7 @@ class ArrivingMessage(NamedTuple):
     """A message on its way."""
 
     values: dict[str, Tensor]
-    parts: list[tuple[int, int, StartedMessages]]
+    parts: list[tuple[int, int, StartedMessages | SharedMemoryMessage]]
     """Rank that sends, bytes, and the transfer."""
     posted_s: float
 
@@ -64,9 +72,7 @@ class PointToPoint:
         }
         parts = []
         for rank, coming in _by_rank(values, {n: size.pieces for n, size in sizes.items()}).items():
-            channel = self._channel(way)
-            transfer = self.mesh.start_thread.start(partial(_receive, coming, rank, channel))
-            parts.append((rank, sum(t.nbytes for t in coming), transfer))
+            parts.append((rank, sum(t.nbytes for t in coming), self._receive(coming, rank, way)))
         clock_s = self.mesh.recorder.clock()
         self._arriving[way, peer, position] = ArrivingMessage(values, parts, clock_s)
 
@@ -87,13 +93,18 @@ class PointToPoint:
 
         ``pieces``: the rows for each rank, by value.
         """
-        rounded = {name: v.detach().to(self.row_dtype).contiguous() for name, v in values.items()}
-        for rank, leaving in _by_rank(rounded, pieces).items():
+        detached = {name: value.detach() for name, value in values.items()}
+        for rank, parts in _by_rank(detached, pieces).items():
             self.mesh.recorder.add_send(way, rank, position)
-            channel = self._channel(way)
-            transfer = self.mesh.start_thread.start(partial(_send, leaving, rank, channel))
-            self._leaving.append((position, leaving, transfer))
-            self.sent_bytes += sum(t.nbytes for t in leaving)
+            link = self.mesh.links.get(rank)
+            if link is not None:
+                link.send(_CHANNELS[way], parts, self.row_dtype)
+            else:
+                leaving = [part.to(self.row_dtype).contiguous() for part in parts]
+                channel = self._channel(way)
+                transfer = self.mesh.start_thread.start(partial(_send, leaving, rank, channel))
+                self._leaving.append((position, leaving, transfer))
+            self.sent_bytes += sum(part.numel() for part in parts) * self.row_dtype.itemsize
 
     def abandon(self) -> None:
         """Forget the messages of a pass that has failed."""
@@ -111,24 +122,31 @@ class PointToPoint:
         while self._leaving and self._leaving[0][0] <= position:
             self._leaving.popleft()[-1].wait()
 
-    def _channel(self, way: str) -> Channel:
-        if way == Direction.FORWARD:
-            return Channel(None, 0)
-        return Channel(self.mesh.backward_group, 1)
+    def _receive(
+        self, parts: list[Tensor], rank: int, way: str
+    ) -> StartedMessages | SharedMemoryMessage:
+        link = self.mesh.links.get(rank)
+        if link is not None:
+            return link.receive(_CHANNELS[way], parts)
+        return self.mesh.start_thread.start(partial(_receive, parts, rank, self._channel(way)))
+
+    def _channel(self, way: str) -> GroupChannel:
+        group = None if way == Direction.FORWARD else self.mesh.backward_group
+        return GroupChannel(group, _CHANNELS[way])
 
 
-class Channel(NamedTuple):
+class GroupChannel(NamedTuple):
     """Group and tag of the messages of one direction."""
 
     group: dist.ProcessGroup | None
     tag: int
 
 
-def _receive(parts: list[Tensor], rank: int, channel: Channel) -> list[dist.Work | None]:
+def _receive(parts: list[Tensor], rank: int, channel: GroupChannel) -> list[dist.Work | None]:
     return [dist.irecv(p, src=rank, group=channel.group, tag=channel.tag) for p in parts]
 
 
-def _send(parts: list[Tensor], rank: int, channel: Channel) -> list[dist.Work | None]:
+def _send(parts: list[Tensor], rank: int, channel: GroupChannel) -> list[dist.Work | None]:
     return [dist.isend(p, dst=rank, group=channel.group, tag=channel.tag) for p in parts]
 
 

@@ -1,9 +1,9 @@
 """The shards of one stage, and all-to-alls of rows among them.
 
-A large all-to-all is split into two that run at once: one to the shards of higher number and one to
-those of lower number, each over its own connections. Over one connection, gloo's "ready to receive"
-message waits behind the data that the shard sends, so that the two directions of a link take turns
-(docs/adr/0021).
+Among shards of one machine, rows go through shared memory. Over gloo, a large all-to-all is split
+into two that run at once: one to the shards of higher number and one to those of lower number, each
+over its own connections. Over one connection, gloo's "ready to receive" message waits behind the
+data that the shard sends, so that the two directions of a link take turns (docs/adr/0021).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gnnpipe.collectives import LARGE_BYTES
 from gnnpipe.runtime.comm.mesh import Mesh
+from gnnpipe.runtime.comm.shared_memory import Channel, SharedMemoryLink
 
 LARGE = LARGE_BYTES
 """Least bytes sent by a shard for which an all-to-all is split into two."""
@@ -36,11 +37,49 @@ class MeshShards:
         receive_counts: Sequence[int],
         send_counts: Sequence[int],
         largest_bytes: int,
-    ) -> AllToAllTransfer:
+    ) -> AllToAllTransfer | SharedMemoryTransfer:
         """See ``collectives.ShardGroup``."""
-        return AllToAllTransfer(
-            self._mesh, out, data, list(receive_counts), list(send_counts), largest_bytes
-        )
+        counts = list(receive_counts), list(send_counts)
+        links = self._mesh.shard_links
+        if links is not None:
+            return SharedMemoryTransfer(self._mesh, links, out, data, *counts)
+        return AllToAllTransfer(self._mesh, out, data, *counts, largest_bytes)
+
+
+class SharedMemoryTransfer:
+    """An all-to-all among shards of one machine (``collectives.CollectiveWork``)."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        links: Sequence[SharedMemoryLink | None],
+        out: Tensor,
+        data: Tensor,
+        receive_counts: list[int],
+        send_counts: list[int],
+    ) -> None:
+        self._out, self._recorder = out, mesh.recorder
+        self.sent_bytes = data.nbytes - send_counts[mesh.shard] * data[:1].nbytes
+        self._start_s = mesh.recorder.clock()
+        self._coming = []
+        arriving, leaving = torch.split(out, receive_counts), torch.split(data, send_counts)
+        for link, to, part in zip(links, arriving, leaving, strict=True):
+            if link is None:
+                to.copy_(part)
+            else:
+                link.send(Channel.SHARDS, [part], data.dtype)
+                self._coming.append(link.receive(Channel.SHARDS, [to]))
+
+    def proceed(self) -> None:
+        """Do nothing: there is one phase."""
+
+    def wait(self) -> Tensor:
+        """Wait for the rows and return them."""
+        wait_start_s = self._recorder.clock()
+        for message in self._coming:
+            message.wait()
+        self._recorder.add_collective(self._start_s, wait_start_s)
+        return self._out
 
 
 class AllToAllTransfer:

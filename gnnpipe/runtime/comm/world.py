@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from gnnpipe.runtime.comm.launch import (
     launched_world_size,
     use_loopback,
 )
+from gnnpipe.runtime.comm.machine_links import connect
+from gnnpipe.runtime.comm.shared_memory import SharedMemoryLink
 
 SETUP_TIMEOUT_S = 7200.0
 """Longest wait of ranks for one another outside epochs; a rank that dies ends the wait at once."""
@@ -55,6 +57,8 @@ class World:
     ``None`` without other processes (a single rank, or a profile that acts as one of several)."""
     own_group: dist.ProcessGroup | None = None
     """The default group, if this class made it; ``None`` if the user's own script did."""
+    links: Mapping[int, SharedMemoryLink] = field(default_factory=dict, compare=False)
+    """By rank, the links to the other ranks of this machine; none between GPUs."""
 
     @classmethod
     def meet(
@@ -112,7 +116,8 @@ class World:
         world.agree(fault)
         if place.type == "cuda":
             torch.cuda.set_device(place)
-        return cls(world.rank, found, place, timeout_s, *groups)
+            return replace(world, device=place)
+        return replace(world, links=connect(world.rank, world.gather, timeout_s))
 
     @classmethod
     def alone(cls) -> World:
@@ -225,11 +230,18 @@ class World:
         groups = control, dist.group.WORLD
         kept = World(self.rank, count, self.device, self.timeout_s, *groups)
         atexit.register(leave_at_exit, kept)
-        return kept
+        if self.device.type == "cuda":
+            return kept
+        return replace(kept, links=connect(self.rank, kept.gather, self.timeout_s))
 
     def leave(self) -> None:
-        """Close the process groups of this run; the group of a user's script stays open."""
+        """Close the links and process groups of this run.
+
+        With a group of the user's script, both stay open: it may train again.
+        """
         if self.own_group is not None and not self.has_left:
+            for link in self.links.values():
+                link.close()
             dist.destroy_process_group()
 
     @contextmanager
