@@ -82,16 +82,15 @@ def receive_bandwidth(mesh: Mesh) -> float:
     stages = [s for s in (mesh.stage - 1, mesh.stage + 1) if 0 <= s < mesh.stages]
     peers = [p for s in stages for p in mesh.placement.counterparts(mesh.rank, s)]
     best = 0.0 if peers else float("inf")
-    data = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=mesh.device)
+    messages = _ByteMessages(mesh, PROBE_BYTES)
     for _ in range(ROUNDS):
         start_s = mesh.recorder.clock()
-        works = []
         for peer in peers:
-            works.append(dist.irecv(torch.empty_like(data), src=peer))
-            works.append(dist.isend(data, dst=peer))
-        for work in works:
-            assert work is not None
-            work.wait()
+            messages.post(peer, PROBE_BYTES)
+            messages.send(peer, PROBE_BYTES)
+        for peer in peers:
+            messages.take(peer)
+        messages.drain()
         time_s = max(mesh.recorder.clock() - start_s, 1e-9)
         best = max(best, len(peers) * PROBE_BYTES / time_s)
     return best
@@ -180,29 +179,42 @@ def _message_times(
     """
     found = []
     for pair in pairs:
-        times = _times_by_size(mesh, test, partial(_round_trip, mesh, *pair), mesh.rank in pair)
+        messages = _ByteMessages(mesh, max(test.sizes_bytes))
+        work = partial(_round_trip, messages, mesh.rank == pair[0], sum(pair) - mesh.rank)
+        times = _times_by_size(mesh, test, work, mesh.rank in pair)
         round_trips: list[float] = mesh.gather(times)[pair[0]]
         found.append([time_s / 2 for time_s in round_trips])
     return found
 
 
-def _round_trip(mesh: Mesh, first: int, second: int, size_bytes: int) -> None:
-    data = torch.zeros(size_bytes, dtype=torch.uint8, device=mesh.device)
-    other = second if mesh.rank == first else first
+def _round_trip(messages: _ByteMessages, first: bool, other: int, size_bytes: int) -> None:
+    messages.post(other, size_bytes)
+    if first:
+        messages.send(other, size_bytes)
+    messages.take(other)
+    if not first:
+        messages.send(other, size_bytes)
+    messages.drain()
 
-    def receive() -> Waitable:
-        return mesh.start_thread.start(lambda: [dist.irecv(torch.empty_like(data), src=other)])
 
-    def send() -> Waitable:
-        return mesh.start_thread.start(lambda: [dist.isend(data, dst=other)])
+class _ByteMessages:
+    """Messages of plain bytes, sent as training sends its values."""
 
-    if mesh.rank == first:
-        arriving = receive()
-        send().wait()
-        arriving.wait()
-    else:
-        receive().wait()
-        send().wait()
+    def __init__(self, mesh: Mesh, most_bytes: int) -> None:
+        self._value = torch.zeros(most_bytes, 1, dtype=torch.uint8, device=mesh.device)
+        self._messages = PointToPoint(mesh, torch.uint8, torch.uint8)
+        self.drain = self._messages.drain
+
+    def post(self, rank: int, size_bytes: int) -> None:
+        size = ValueSize(size_bytes, 1, [(rank, slice(0, size_bytes))])
+        self._messages.post(Direction.FORWARD, rank, 0, {"x": size})
+
+    def send(self, rank: int, size_bytes: int) -> None:
+        pieces = [(rank, slice(0, size_bytes))]
+        self._messages.send(Direction.FORWARD, 0, {"x": self._value}, {"x": pieces})
+
+    def take(self, rank: int) -> None:
+        self._messages.take(Direction.FORWARD, rank, 0)
 
 
 def _start_exchange(size_bytes: int, mesh: Mesh) -> CollectiveWork:
