@@ -406,8 +406,10 @@ class RankMemory:
                 (1 + 2 * by_columns) * op.push_width * rows // chunks
             )
             if by_columns:
-                # All chunks send copies of their rows, which are freed when the step reads.
-                leaving[self.depths[op.name]] += op.push_width * self.sizes.own_rows[op.pushed_type]
+                # All chunks send copies of their rows: into shared memory, or freed when the step
+                # reads; each is made in the order of its columns first.
+                own = self.sizes.own_rows[op.pushed_type]
+                leaving[self.depths[op.name]] += op.push_width * (own + own // chunks)
             parts_read[self.depths[op.name]] += self._parts_bytes(op) * op.is_mean
         most = 0
         for step, passing in enumerate(aggregated):
@@ -521,9 +523,9 @@ class RankMemory:
                 found += int(of_read * sizes.copied_share * own)
         if sizes.loss_rows.ops & {op.name for op in self.ops}:
             found += sizes.loss_rows.copied_widths(self.model) * sizes.loss_rows.rows
-        # Received values stay until their gradients have left. Sent values are copies if rounded.
-        sent = self.dag.sends(self.stage) if self.settings.rounds_rows else ()
-        for transfer in (*self.dag.receives(self.stage), *sent):
+        # Received values stay until their gradients have left. Sent values are copies in shared
+        # memory (not on GPUs, or on other machines unless rounded).
+        for transfer in (*self.dag.receives(self.stage), *self.dag.sends(self.stage)):
             for name, width in transfer.widths.items():
                 found += width * sizes.own_rows[transfer.types.get(name, "")]
         if self.settings.is_exact and self.plan.chunks > 1:

@@ -39,7 +39,8 @@ def storages():
     """Bytes of the storages of all live tensors, by address."""
     found = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):  # isinstance asks lazy modules for attributes
+        # isinstance asks lazy modules for attributes
+        if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return found
