@@ -1,7 +1,10 @@
-"""Ranks that were started with other settings are refused, on every rank and before any work."""
+"""Ranks that were started with other settings are refused, on every rank and before any work; a
+closed trainer leaves nothing open."""
 
+import gc
 import os
 
+import pytest
 import torch.distributed as dist
 from helpers import quick_config, run_ranks
 
@@ -82,3 +85,24 @@ def test_plans_of_ranks_are_compared():
     mine, other = run_ranks(plans_of_ranks, 2)
     assert mine == other
     assert mine.startswith("--plan with checksum ")
+
+
+def left_behind(shape):
+    """Threads and open files of this process after each of three trainers that were closed."""
+    stages, shards = shape
+    found = []
+    for _ in range(3):
+        trainer = Trainer(quick_config(**COMMON | {"stages": stages, "shards": shards}))
+        trainer.fit()
+        trainer.close()
+        del trainer
+        gc.collect()
+        found.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")])
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_a_closed_trainer_leaves_no_thread_and_no_file_open(shape):
+    for first, _, last in run_ranks(left_behind, 2, shape):
+        assert last[0] <= first[0]
+        assert last[1] <= first[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 
@@ -13,7 +12,7 @@ from gnnpipe.plan import Placement
 from gnnpipe.runtime.comm.recorder import Recorder
 from gnnpipe.runtime.comm.shared_memory import SharedMemoryLink
 from gnnpipe.runtime.comm.start_thread import StartThread
-from gnnpipe.runtime.comm.world import World, leave_at_exit
+from gnnpipe.runtime.comm.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class Mesh(World):
             return world if same else replace(world, collectives=collectives)
         is_cpu = world.device.type == "cpu"
         given = {f.name: getattr(world, f.name) for f in fields(World)}
-        mesh = cls(
+        return cls(
             **given,
             placement=placement,
             collectives=collectives,
@@ -53,10 +52,6 @@ class Mesh(World):
             recorder=Recorder(is_on=is_cpu),
             start_thread=StartThread(has_thread=is_cpu and world.world_size > 1),
         )
-        if world.world_size > 1:
-            # Without the links, whose memory is freed with the last trainer that uses them.
-            atexit.register(leave_at_exit, replace(mesh, links={}))
-        return mesh
 
     @classmethod
     def join(cls, stages: int, shards: int, device: str = "auto", timeout_s: float = 120.0) -> Mesh:

@@ -10,16 +10,18 @@ import atexit
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from gnnpipe.errors import IdleRank, InputError
@@ -30,6 +32,7 @@ from gnnpipe.runtime.comm.launch import (
     disable_flight_recorder,
     keep_ranks,
     launched_local_rank,
+    launched_rank,
     launched_world_size,
     use_loopback,
 )
@@ -102,7 +105,7 @@ class World:
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
         groups = control, own_group
         world = cls(dist.get_rank(), found, torch.device("cpu"), timeout_s, *groups)
-        atexit.register(leave_at_exit, world)
+        world._leave_at_exit()
         try:
             world.agree_on(settings or {})
             world.agree(wrong)
@@ -229,7 +232,7 @@ class World:
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
         groups = control, dist.group.WORLD
         kept = World(self.rank, count, self.device, self.timeout_s, *groups)
-        atexit.register(leave_at_exit, kept)
+        kept._leave_at_exit()
         if self.device.type == "cuda":
             return kept
         return replace(kept, links=connect(self.rank, kept.gather, self.timeout_s))
@@ -243,6 +246,11 @@ class World:
             for link in self.links.values():
                 link.close()
             dist.destroy_process_group()
+
+    def _leave_at_exit(self) -> None:
+        """Close the groups when the process ends; they may be freed before."""
+        if self.own_group is not None:
+            atexit.register(leave_at_exit, weakref.ref(self.own_group))
 
     @contextmanager
     def on_own_cores(self) -> Iterator[None]:
@@ -262,16 +270,19 @@ def stay_at_exit() -> None:
     atexit.unregister(leave_at_exit)
 
 
-def leave_at_exit(world: World) -> None:
-    """Close the groups when the process ends, unless an uncaught error ends the process.
+def leave_at_exit(group: weakref.ref[dist.ProcessGroup]) -> None:
+    """Close all groups when the process ends, if ``group`` is the default one still.
 
-    Connections that outlive the interpreter may abort the process after its work is done. After an
-    error a message may still be in transit, and closing would wait for it. An ``InputError`` is
-    raised on every rank, so no message is in transit.
+    They stay open if an uncaught error ends the process. Connections that outlive the interpreter
+    may abort the process after its work is done. After an error a message may still be in transit,
+    and closing would wait for it. An ``InputError`` is raised on every rank, so no message is in
+    transit.
     """
     fault = getattr(sys, "last_value", None)  # an uncaught exception
     if fault is None or isinstance(fault, InputError):
-        world.leave()
+        if (own := group()) is not None and own is dist.group.WORLD:
+            del own
+            dist.destroy_process_group()
         # A caught error may keep groups alive in a cycle with the frames of its traceback.
         gc.collect()
 
@@ -279,10 +290,12 @@ def leave_at_exit(world: World) -> None:
 def _init_process_group(backend: str, timeout: timedelta) -> None:
     """Make the default group, under a key prefix that no earlier group of these ranks had.
 
-    torchrun's store outlives a group: under the same prefix, the ranks of a second group would find
-    the addresses of the first group.
+    The store outlives a group: under the same prefix, the ranks of a second group would find the
+    addresses of the first group.
     """
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    rank, world_size = launched_rank(), launched_world_size()
+    address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    store = _store(*address, rank, world_size, timeout)
     times = store.add(f"gnnpipe/{rank}", 1)
     dist.init_process_group(
         backend,
@@ -291,6 +304,17 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
         rank=rank,
         world_size=world_size,
     )
+
+
+@cache
+def _store(address: str, port: str, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return the store of a launch of these ranks; it is kept.
+
+    Without torchrun rank 0 hosts it, and other ranks may ask for it while rank 0 is between two
+    groups.
+    """
+    store: Store = next(rendezvous("env://", timeout=timeout))[0]
+    return store
 
 
 def _wrong_number(wanted: int, found: int, shape: str, remedy: str) -> InputError:
