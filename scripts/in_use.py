@@ -1,9 +1,10 @@
-"""Runs ``gnnpipe`` with a thread that notes how much of the heap is in use at most (glibc).
+"""Runs ``gnnpipe`` with a thread that notes how much memory is in use at most (glibc).
 
     python scripts/in_use.py FILE train ...        # or under torchrun
 
-Resident memory has the holes of the heap in it; this has not. Writes the growth in bytes, from
-before a rank's part is allocated to the peak, to FILE.RANK.
+Counted are the blocks of the heap and the shared memory of the messages that a rank sends. Resident
+memory has the holes of the heap in it, and the messages that the rank receives. Writes the growth
+in bytes, from before a rank's part is allocated to the peak, to FILE.RANK.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from gnnpipe.cli.main import main  # noqa: E402
+from gnnpipe.runtime.comm import machine_links  # noqa: E402
+from gnnpipe.runtime.comm.shared_memory import SharedMemoryLink  # noqa: E402
 from gnnpipe.setup import build  # noqa: E402
 
 EVERY_S = 0.001
@@ -50,12 +54,21 @@ libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = _Info
 held = build.held_bytes
 before = peak = 0
+links: list[SharedMemoryLink] = []
+
+
+class KnownLink(SharedMemoryLink):
+    """A link that is counted."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        links.append(self)
 
 
 def in_use() -> int:
-    """Bytes, of all arenas and of blocks of their own."""
+    """Bytes of the heap, of all arenas and of blocks of their own, and of messages."""
     info = libc.mallinfo2()
-    return int(info.uordblks + info.hblkhd)
+    return int(info.uordblks + info.hblkhd) + sum(link.memory_bytes for link in links)
 
 
 def begin(device: torch.device) -> int:
@@ -76,6 +89,7 @@ def watch() -> None:
 
 if __name__ == "__main__":
     build.held_bytes = begin
+    machine_links.SharedMemoryLink = KnownLink  # type: ignore[misc]
     threading.Thread(target=watch, daemon=True).start()
     file = sys.argv.pop(1)
     try:

@@ -3,8 +3,8 @@
     python scripts/memory_growth.py [--graphs coauthor_physics debian] [--layers 4 16] [--repeats 3]
 
 Over a run of 6 epochs the growth of each rank, from before its part is allocated to its peak, over
-what ``gnnpipe info`` says: of what is in use on the heap (``in_use.py``), and of resident memory,
-which has the holes between blocks in it. Writes docs/benchmarks/memory_growth.md.
+what ``gnnpipe info`` says: of what is in use (``in_use.py``), and of resident memory, which has the
+holes of the heap in it. Writes docs/benchmarks/memory_growth.md.
 """
 
 from __future__ import annotations
@@ -107,8 +107,9 @@ def main() -> None:
         "users' models (`scripts/users_models.py`, with BatchNorm) 3 layers of 128; 6 epochs on "
         "CPUs: "
         f"growth over the estimate of each rank, {spread}. "
-        "*In use*: blocks of the heap that are allocated. *Resident*: all "
-        "that the process has of the machine, the holes between those blocks as well "
+        "*In use*: blocks of the heap that are allocated, and shared memory of the messages that "
+        "the rank sends. *Resident*: all that the process has of the machine, also the holes "
+        "between those blocks and the messages that it receives "
         "([adr 0018](../adr/0018-settings-of-the-heap.md)).",
         "",
         " ".join(said),
