@@ -524,7 +524,8 @@ class RankMemory:
         if sizes.loss_rows.ops & {op.name for op in self.ops}:
             found += sizes.loss_rows.copied_widths(self.model) * sizes.loss_rows.rows
         # Received values stay until their gradients have left. Sent values are copies in shared
-        # memory (not on GPUs, or on other machines unless rounded).
+        # memory; they count in full on GPUs and between machines, too, where only rounded values
+        # are copied.
         for transfer in (*self.dag.receives(self.stage), *self.dag.sends(self.stage)):
             for name, width in transfer.widths.items():
                 found += width * sizes.own_rows[transfer.types.get(name, "")]

@@ -4,8 +4,9 @@ Every F or B is a task on the device of each rank (with several shards, every st
 because rows are exchanged between steps). Every message and collective is a task on a link. The
 rules follow ``runtime.executor``:
 
-- a message starts once it is sent AND its receive is posted (a gloo send only completes then);
-  only the first step that reads the message waits for it;
+- a message starts once it is sent AND its receive is posted (over gloo a send only completes then;
+  receives are posted early, so messages through shared memory have the same rule); only the first
+  step that reads the message waits for it;
 - the exchange of boundary rows starts after the step that pushed them; the next step that reads the
   table waits for the exchange. The exchange of halo gradients starts before the product for the own
   rows and is waited for after the product. If the next backward action is the same single step of
@@ -17,7 +18,8 @@ rules follow ``runtime.executor``:
 - all ranks wait for one another before the optimizer's step (norm of the gradients), unless stages
   step without a drain, and after the last step (loss).
 
-Sends and receives take no time on a device.
+Sends and receives take no time on a device; the processor time of messages is a part of the steps'
+(``ProfiledCosts``).
 """
 
 from __future__ import annotations

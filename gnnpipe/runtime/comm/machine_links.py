@@ -63,7 +63,7 @@ def connect(rank: int, gather: Gather, timeout_s: float) -> dict[int, SharedMemo
                 callers = len(machine) - 1 - len(connections)
                 connections |= _accept(listener, callers, sockets)
                 links = _exchange(connections, timeout_s)
-        counts = gather(len(links))
+    counts = gather(len(links))
     if any(counts[r] < len(machine) - 1 for r in machine):
         for link in links.values():
             link.close()
@@ -119,7 +119,7 @@ def _exchange(
                 os.set_inheritable(file, False)
                 opened.callback(os.close, file)
             if len(files) < 2:
-                raise OSError("too many open files")
+                raise OSError("the files of the other rank did not arrive")
             received[peer] = files
         opened.pop_all()  # they stay open
     return {
@@ -132,14 +132,13 @@ def _listener() -> socket.socket | None:
     """Return a socket with an address that is no file; ``None`` where there are none."""
     if not hasattr(os, "memfd_create"):  # not Linux
         return None
-    listener = _socket()
-    try:
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+        listener = opened.enter_context(_socket())
         listener.bind(f"\0gnnpipe-{secrets.token_hex(16)}")
         listener.listen(socket.SOMAXCONN)
-    except OSError:
-        listener.close()
-        return None
-    return listener
+        opened.pop_all()  # it stays open
+        return listener
+    return None
 
 
 def _socket() -> socket.socket:

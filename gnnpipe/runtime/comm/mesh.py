@@ -42,7 +42,7 @@ class Mesh(World):
             return world if same else replace(world, collectives=collectives)
         is_cpu = world.device.type == "cpu"
         given = {f.name: getattr(world, f.name) for f in fields(World)}
-        return cls(
+        mesh = cls(
             **given,
             placement=placement,
             collectives=collectives,
@@ -52,6 +52,8 @@ class Mesh(World):
             recorder=Recorder(is_on=is_cpu),
             start_thread=StartThread(has_thread=is_cpu and world.world_size > 1),
         )
+        mesh.leave_at_exit(mesh.start_thread)
+        return mesh
 
     @classmethod
     def join(cls, stages: int, shards: int, device: str = "auto", timeout_s: float = 120.0) -> Mesh:

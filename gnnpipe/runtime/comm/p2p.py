@@ -33,6 +33,7 @@ _CHANNELS: Mapping[str, Channel] = {
     Direction.FORWARD: Channel.FORWARD,
     Direction.BACKWARD: Channel.BACKWARD,
 }
+"""Channel in shared memory, and the tag over gloo, by direction."""
 
 
 class ValueSize(NamedTuple):

@@ -146,7 +146,7 @@ class SharedMemoryLink:
     def send(self, channel: Channel, parts: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Send the elements of ``parts`` as ``dtype``; they may change as soon as this returns.
 
-        If there are none, nothing is sent.
+        A message without elements is not sent.
         """
         size = sum(part.numel() for part in parts) * dtype.itemsize
         if size == 0:
@@ -171,6 +171,7 @@ class SharedMemoryLink:
         Raises:
             LostPeerError: the other rank has ended, or has sent nothing for too long.
         """
+        self._check_open()
         while (channel, number) not in self._arrived:
             if not self._readable.poll(1e3 * self._timeout_s):
                 raise LostPeerError(f"rank {self.rank} has sent nothing for {self._timeout_s:g} s")
@@ -200,8 +201,7 @@ class SharedMemoryLink:
 
     def _read_records(self) -> None:
         """Read the records that have arrived."""
-        if self._closed.is_set():
-            raise RuntimeError(f"the link to rank {self.rank} is closed")
+        self._check_open()
         try:
             records = os.read(self._files.from_peer, 1 << 16)
         except BlockingIOError:
@@ -213,6 +213,10 @@ class SharedMemoryLink:
                 self._files.arena.free(offset)
             else:
                 self._arrived[channel, number] = offset, size
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise RuntimeError(f"the link to rank {self.rank} is closed")
 
     def _write_record(self, *record: int) -> None:
         """Write a record; after the pipe has been full once, in a thread."""

@@ -74,9 +74,11 @@ class StartThread:
         """End the thread after it has started all messages."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            if self._thread is not threading.current_thread():  # a garbage collection runs in any
+                self._thread.join()
             self._thread = None
 
     def _run(self) -> None:
         while (transfer := self._queue.get()) is not None:
             transfer.begin()
+            del transfer  # it may be the last to hold its messages

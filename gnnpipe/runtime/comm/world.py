@@ -38,6 +38,7 @@ from gnnpipe.runtime.comm.launch import (
 )
 from gnnpipe.runtime.comm.machine_links import connect
 from gnnpipe.runtime.comm.shared_memory import SharedMemoryLink
+from gnnpipe.runtime.comm.start_thread import StartThread
 
 SETUP_TIMEOUT_S = 7200.0
 """Longest wait of ranks for one another outside epochs; a rank that dies ends the wait at once."""
@@ -105,7 +106,7 @@ class World:
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
         groups = control, own_group
         world = cls(dist.get_rank(), found, torch.device("cpu"), timeout_s, *groups)
-        world._leave_at_exit()
+        world.leave_at_exit()
         try:
             world.agree_on(settings or {})
             world.agree(wrong)
@@ -212,7 +213,7 @@ class World:
                 f"{_ranks(count)}, or plan anew (--plan auto)"
             )
         self.gather(None)  # no message is in transit
-        # The new group needs the store that this group holds open.
+        # The new group needs the store of this group.
         store = dist.distributed_c10d._get_default_store()
         self.leave()
         if self.rank >= count:
@@ -232,7 +233,7 @@ class World:
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=SETUP_TIMEOUT_S))
         groups = control, dist.group.WORLD
         kept = World(self.rank, count, self.device, self.timeout_s, *groups)
-        kept._leave_at_exit()
+        kept.leave_at_exit()
         if self.device.type == "cuda":
             return kept
         return replace(kept, links=connect(self.rank, kept.gather, self.timeout_s))
@@ -242,15 +243,17 @@ class World:
 
         With a group of the user's script, both stay open: it may train again.
         """
-        if self.own_group is not None and not self.has_left:
+        if self.own_group is not None:
             for link in self.links.values():
                 link.close()
+        if self.own_group is not None and not self.has_left:
             dist.destroy_process_group()
 
-    def _leave_at_exit(self) -> None:
-        """Close the groups when the process ends; they may be freed before."""
-        if self.own_group is not None:
-            atexit.register(leave_at_exit, weakref.ref(self.own_group))
+    def leave_at_exit(self, start_thread: StartThread | None = None) -> None:
+        """Register to leave at the end of the process, without keeping the groups until then."""
+        group = None if self.own_group is None else weakref.ref(self.own_group)
+        if self.world_size > 1:
+            atexit.register(leave_at_exit, group, start_thread)
 
     @contextmanager
     def on_own_cores(self) -> Iterator[None]:
@@ -270,19 +273,24 @@ def stay_at_exit() -> None:
     atexit.unregister(leave_at_exit)
 
 
-def leave_at_exit(group: weakref.ref[dist.ProcessGroup]) -> None:
-    """Close all groups when the process ends, if ``group`` is the default one still.
+def leave_at_exit(
+    group: weakref.ref[dist.ProcessGroup] | None, start_thread: StartThread | None
+) -> None:
+    """Stop the thread, and close all groups if ``group`` is still the default one.
 
-    They stay open if an uncaught error ends the process. Connections that outlive the interpreter
+    Nothing is done if an uncaught error ends the process. Connections that outlive the interpreter
     may abort the process after its work is done. After an error a message may still be in transit,
     and closing would wait for it. An ``InputError`` is raised on every rank, so no message is in
     transit.
     """
     fault = getattr(sys, "last_value", None)  # an uncaught exception
     if fault is None or isinstance(fault, InputError):
-        if (own := group()) is not None and own is dist.group.WORLD:
-            del own
+        if start_thread is not None:
+            start_thread.close()
+        own = None if group is None else group()
+        if own is not None and own is dist.group.WORLD:
             dist.destroy_process_group()
+        del own
         # A caught error may keep groups alive in a cycle with the frames of its traceback.
         gc.collect()
 
