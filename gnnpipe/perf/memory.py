@@ -523,10 +523,11 @@ class RankMemory:
                 found += int(of_read * sizes.copied_share * own)
         if sizes.loss_rows.ops & {op.name for op in self.ops}:
             found += sizes.loss_rows.copied_widths(self.model) * sizes.loss_rows.rows
-        # Received values stay until their gradients have left. Sent values are copies in shared
-        # memory; they count in full on GPUs and between machines, too, where only rounded values
-        # are copied.
-        for transfer in (*self.dag.receives(self.stage), *self.dag.sends(self.stage)):
+        # Received values stay until their gradients have left, and these until the other stage has
+        # read them. Sent values are copies if rounded; others leave at the pace of the next stage.
+        received = self.dag.receives(self.stage)
+        sent = self.dag.sends(self.stage) if self.settings.rounds_rows else ()
+        for transfer in (*received, *received, *sent):
             for name, width in transfer.widths.items():
                 found += width * sizes.own_rows[transfer.types.get(name, "")]
         if self.settings.is_exact and self.plan.chunks > 1:

@@ -33,8 +33,8 @@ Gather = Callable[[Any], list[Any]]
 def connect(rank: int, gather: Gather, timeout_s: float) -> dict[int, SharedMemoryLink]:
     """Connect this rank with the other ranks of its machine; every rank must call this.
 
-    Containers with a network of their own, and users, count as machines. Where the system has no
-    shared files, or refuses one of the connections, the machine's ranks have no links.
+    Ranks of other containers (networks) or users count as ranks of other machines. Where the system
+    has no shared files, or refuses one of the connections, the machine's ranks have no links.
 
     Args:
         rank: Number of this rank.
