@@ -94,14 +94,13 @@ class PointToPoint:
 
         ``pieces``: the rows for each rank, by value.
         """
-        detached = {name: value.detach() for name, value in values.items()}
-        for rank, parts in _by_rank(detached, pieces).items():
+        for rank, parts in _by_rank(values, pieces).items():
             self.mesh.recorder.add_send(way, rank, position)
             link = self.mesh.links.get(rank)
             if link is not None:
                 link.send(_CHANNELS[way], parts, self.row_dtype)
             else:
-                leaving = [part.to(self.row_dtype).contiguous() for part in parts]
+                leaving = [part.detach().to(self.row_dtype).contiguous() for part in parts]
                 channel = self._channel(way)
                 transfer = self.mesh.start_thread.start(partial(_send, leaving, rank, channel))
                 self._leaving.append((position, leaving, transfer))

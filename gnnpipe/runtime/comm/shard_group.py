@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gnnpipe.collectives import LARGE_BYTES
 from gnnpipe.runtime.comm.mesh import Mesh
-from gnnpipe.runtime.comm.shared_memory import Channel, SharedMemoryLink
+from gnnpipe.runtime.comm.recorder import Recorder
+from gnnpipe.runtime.comm.shared_memory import Channel, SharedMemoryLink, SharedMemoryMessage
 
 LARGE = LARGE_BYTES
 """Least bytes sent by a shard for which an all-to-all is split into two."""
@@ -37,49 +38,20 @@ class MeshShards:
         receive_counts: Sequence[int],
         send_counts: Sequence[int],
         largest_bytes: int,
-    ) -> AllToAllTransfer | SharedMemoryTransfer:
+    ) -> AllToAllTransfer:
         """See ``collectives.ShardGroup``."""
-        counts = list(receive_counts), list(send_counts)
-        links = self._mesh.shard_links
+        mesh, counts = self._mesh, (list(receive_counts), list(send_counts))
+        start_s, links = mesh.recorder.clock(), mesh.shard_links
+        works: Sequence[SharedMemoryMessage | dist.Work]
         if links is not None:
-            return SharedMemoryTransfer(self._mesh, links, out, data, *counts)
-        return AllToAllTransfer(self._mesh, out, data, *counts, largest_bytes)
-
-
-class SharedMemoryTransfer:
-    """An all-to-all among shards of one machine (``collectives.CollectiveWork``)."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        links: Sequence[SharedMemoryLink | None],
-        out: Tensor,
-        data: Tensor,
-        receive_counts: list[int],
-        send_counts: list[int],
-    ) -> None:
-        self._out, self._recorder = out, mesh.recorder
-        self.sent_bytes = data.nbytes - send_counts[mesh.shard] * data[:1].nbytes
-        self._start_s = mesh.recorder.clock()
-        self._coming = []
-        arriving, leaving = torch.split(out, receive_counts), torch.split(data, send_counts)
-        for link, to, part in zip(links, arriving, leaving, strict=True):
-            if link is None:
-                to.copy_(part)
-            else:
-                link.send(Channel.SHARDS, [part], data.dtype)
-                self._coming.append(link.receive(Channel.SHARDS, [to]))
-
-    def proceed(self) -> None:
-        """Do nothing: there is one phase."""
-
-    def wait(self) -> Tensor:
-        """Wait for the rows and return them."""
-        wait_start_s = self._recorder.clock()
-        for message in self._coming:
-            message.wait()
-        self._recorder.add_collective(self._start_s, wait_start_s)
-        return self._out
+            works = _start_in_shared_memory(out, data, *counts, links)
+        elif mesh.down_group is None or largest_bytes < LARGE:
+            works = [_start(out, data, *counts, mesh.graph_group)]
+        else:
+            works = _start_both_ways(out, data, *counts, mesh)
+        sent_bytes = data.nbytes - send_counts[mesh.shard] * data[:1].nbytes
+        kept = data if links is None else None  # shared memory has a copy
+        return AllToAllTransfer(out, kept, sent_bytes, works, mesh.recorder, start_s)
 
 
 class AllToAllTransfer:
@@ -87,23 +59,16 @@ class AllToAllTransfer:
 
     def __init__(
         self,
-        mesh: Mesh,
         out: Tensor,
-        data: Tensor,
-        receive_counts: list[int],
-        send_counts: list[int],
-        largest_bytes: int,
+        data: Tensor | None,
+        sent_bytes: int,
+        works: Sequence[SharedMemoryMessage | dist.Work],
+        recorder: Recorder,
+        start_s: float,
     ) -> None:
-        self._out, self._recorder = out, mesh.recorder
+        self._out, self.sent_bytes = out, sent_bytes
         self._data = data  # keeps the memory alive until it has been sent
-        own_bytes = send_counts[mesh.shard] * data[:1].nbytes
-        self.sent_bytes = data.nbytes - own_bytes
-        self._start_s = mesh.recorder.clock()
-        counts = receive_counts, send_counts
-        if mesh.down_group is None or largest_bytes < LARGE:
-            self._works = [_start(out, data, *counts, mesh.graph_group)]
-        else:
-            self._works = _start_both_ways(out, data, *counts, mesh)
+        self._works, self._recorder, self._start_s = works, recorder, start_s
 
     def proceed(self) -> None:
         """Do nothing: there is one phase."""
@@ -115,6 +80,25 @@ class AllToAllTransfer:
             work.wait()
         self._recorder.add_collective(self._start_s, wait_start_s)
         return self._out
+
+
+def _start_in_shared_memory(
+    out: Tensor,
+    data: Tensor,
+    receive_counts: list[int],
+    send_counts: list[int],
+    links: Sequence[SharedMemoryLink | None],
+) -> list[SharedMemoryMessage]:
+    """Send a message to each other shard; ``links``: by shard, ``None`` at this one."""
+    messages = []
+    arriving, leaving = torch.split(out, receive_counts), torch.split(data, send_counts)
+    for link, target, part in zip(links, arriving, leaving, strict=True):
+        if link is None:
+            target.copy_(part)
+        else:
+            link.send(Channel.SHARDS, [part], data.dtype)
+            messages.append(link.receive(Channel.SHARDS, [target]))
+    return messages
 
 
 def _start(

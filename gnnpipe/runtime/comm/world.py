@@ -243,10 +243,11 @@ class World:
 
         With a group of the user's script, both stay open: it may train again.
         """
-        if self.own_group is not None:
-            for link in self.links.values():
-                link.close()
-        if self.own_group is not None and not self.has_left:
+        if self.own_group is None:
+            return
+        for link in self.links.values():
+            link.close()
+        if not self.has_left:
             dist.destroy_process_group()
 
     def leave_at_exit(self, start_thread: StartThread | None = None) -> None:
