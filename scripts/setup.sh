@@ -2,8 +2,8 @@
 # Makes .venv with gnnpipe in it, or finds that it is there:   bash scripts/setup.sh [run|dev]
 #
 # A stamp says what .venv was made from (pyproject.toml, constraints.txt, this folder, the Python).
-# Same stamp: nothing to do. No stamp, as after an interrupted set-up, or another one: start anew,
-# for a half-made environment is found out late and by odd errors.
+# Same stamp: nothing to do. Another one, as after an interrupted set-up: start anew, for a half-made
+# environment is found out late and by odd errors. A .venv without a stamp is somebody else's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 kind=${1:-run}
@@ -44,11 +44,17 @@ have=$(cat "$stamp" 2>/dev/null || true)
 if [ "$have" = "$made_from dev" ] || [ "$have" = "$made_from $kind" ]; then
   exit 0
 fi
+if [ -e "$venv" ] && [ ! -e "$stamp" ]; then
+  stop "$venv is there, and not made by this script; move it away, or install into it: $venv/bin/pip install -c constraints.txt -e '$what'"
+fi
 if [ "$have" != "$made_from run" ]; then # dev adds to run; anything else is made anew
   say "making $venv with $("$python" --version) (once; a minute or two)"
-  "$python" -m venv --clear "$venv" || stop "cannot make $venv; see above"
+  rm -rf "$venv"
+  mkdir "$venv"
+  echo unfinished >"$stamp"
+  "$python" -m venv "$venv" || stop "cannot make $venv; see above"
 fi
-rm -f "$stamp"
+echo unfinished >"$stamp"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e "$what" ||
   stop "pip could not install gnnpipe; see above, and try again: the set-up starts anew"
 printf '%s %s\n' "$made_from" "$kind" >"$stamp"
