@@ -31,6 +31,8 @@ def round_trip(device: str, ranks: int, limit_s: float) -> tuple[float, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    # Of a torchrun around this process: ranks would wait for a store that torchrun should keep.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     command = [sys.executable, "-m", "gnnpipe.tools.collective_check", device, str(limit_s)]
     end = time.monotonic() + limit_s
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -40,7 +42,7 @@ def round_trip(device: str, ranks: int, limit_s: float) -> tuple[float, str]:
                 stdout=out,
                 stderr=err,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | shape | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env=inherited | shape | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(ranks)
         ]

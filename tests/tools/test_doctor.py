@@ -38,6 +38,16 @@ def test_a_sound_machine(capsys):
     assert out.splitlines()[-1] == "nothing is wrong"
 
 
+@pytest.mark.slow
+def test_under_torchrun_only_the_environment_is_a_fault():
+    """Two processes connect although torchrun's variables are set."""
+    words = ["torchrun", "--nproc-per-node", "1", "-m", "gnnpipe", "doctor"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert "ok     gloo: 2 processes sum a number in " in done.stdout
+    faults = [line for line in done.stdout.splitlines() if line.startswith("FAULT")]
+    assert [fault.split(":")[0] for fault in faults] == ["FAULT  environment"]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_nccl(capsys):
     assert main(["doctor"]) == 0
