@@ -36,11 +36,11 @@ def resume_advice(run: Path) -> str:
     """Return how to go on with a run that has ended early.
 
     >>> resume_advice(Path("nowhere"))
-    'start again with another --out, or without nowhere (it holds no checkpoint)'
+    'start again, with another --out, or after removing nowhere (it holds no checkpoint)'
     """
     if found := _newest_first(run):
         return f"go on with --resume {run} (the newest checkpoint is {found[0].name}); {IN_PYTHON}"
-    return f"start again with another --out, or without {run} (it holds no checkpoint)"
+    return f"start again, with another --out, or after removing {run} (it holds no checkpoint)"
 
 
 def newest_whole(
