@@ -206,8 +206,11 @@ def report(args: argparse.Namespace) -> None:
         "for. Four ranks share two cores, so compute weighs twice as much as on four machines. "
         "*Imbalance*: the share of the graph-parallel epoch that a rank waits for other shards, "
         "whose boundaries METIS does not make equal. Machines differ in speed from commit to "
-        "commit: compare within a row. A rebase replaced commit e8f7482f: its gnnpipe is that of "
-        "d73bc244 before the planner preferred cuts between layers.",
+        "commit: compare within a row. At 3ee37971 other machines took an eighth of the "
+        "processors' time, and compute took 1.2 to 2.4 times as long as on a faster machine at "
+        "e8f7482f. There the 12 cells of 32 layers had a geometric mean of 4.84 at 200 Mbit/s and "
+        "1.85 at 1 Gbit/s (e8f7482f, da8ebcf3, 03c1853f; a rebase replaced e8f7482f: its gnnpipe "
+        "is that of d73bc244).",
         "",
         *against_the_best(best),
     ]
