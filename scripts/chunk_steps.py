@@ -97,6 +97,10 @@ class UniformCosts:
         """A link of its own for each direction."""
         return f"{source} to {target}"
 
+    def port_s(self, _: float) -> float:
+        """No ports."""
+        return 0.0
+
 
 def bubble(stages: int, way: tuple[str, int], message_s: float) -> float:
     """Returns the largest idle share of a stage between two flushes, simulated."""

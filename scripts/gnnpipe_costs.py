@@ -210,6 +210,9 @@ class LoggedCosts:
     def group(self, stage: int) -> str:
         return f"shards of stage {stage}"
 
+    def port_s(self, _: float) -> float:
+        return 0.0
+
 
 def throughput(kind: str, graph: str, model: str, method: str, per_case: bool) -> float:
     """Bytes a second that a rank sends: of the case, or the median over the cases of a method."""

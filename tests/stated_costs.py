@@ -25,6 +25,8 @@ class StatedCosts:
     message_size: int = 8
     exchanged_size: int = 4
     is_one_wire: bool = False
+    port_bytes_per_s: float = 0.0
+    """0: ranks have no ports."""
     shards: int = 1
     """Of every stage."""
     scale: Callable[[int, int, int], float] = lambda stage, shard, chunk: 1.0
@@ -95,12 +97,15 @@ class StatedCosts:
     def group(self, stage):
         return "wire" if self.is_one_wire else f"shards of stage {stage}"
 
+    def port_s(self, sent_bytes):
+        return sent_bytes / self.port_bytes_per_s if self.port_bytes_per_s else 0.0
+
 
 class DrawnCosts(StatedCosts):
     """Whole seconds from 0 to 9 for everything, by chance but always the same; sums are exact."""
 
-    def __init__(self, seed, is_one_wire=False, shards=1):
-        super().__init__(is_one_wire=is_one_wire, shards=shards)
+    def __init__(self, seed, is_one_wire=False, shards=1, port_bytes_per_s=0.0):
+        super().__init__(is_one_wire=is_one_wire, shards=shards, port_bytes_per_s=port_bytes_per_s)
         self.seed = seed
 
     def _drawn(self, *what):

@@ -159,13 +159,26 @@ class ClosedForm:
                 # Layer by layer, a stage needs the stage before to be nearly done.
                 each = [chunks * time_s for time_s in each]
             else:
-                slowest_s += (chunks - 1) * max(*each, *(hops.values() or [0.0]))
+                beside = map(self._waits_s, each, stages, _longest_hops(len(stages), hops))
+                passing = [one + wait for one, wait in zip(each, beside, strict=True)]
+                slowest_s += (chunks - 1) * max([*passing, *hops.values()])
             times.append(each)
         end_s = _longest_path_s(times, hops, probes, begin)
         once = [self._gradients_s(*stage) for stage in stages]
         # Only what comes after the backward of the first stage is exposed there.
         update_s = max(self._update_s(*stage) for stage in stages)
         return end_s + slowest_s + max(once) + update_s + self._sync_s(plan.num_ranks)
+
+    def _waits_s(self, pass_s: float, stage: tuple[Sequence[int], Group], hop_s: float) -> float:
+        """Return how long exchanges of a chunk wait for a message in the same port, one way.
+
+        The message is beside the work between two exchanges, and the exchanges after it wait.
+        """
+        ops, group = stage
+        filled_s, exchanges = sum_of(self._times.port_s(group), ops)
+        if not filled_s:
+            return 0.0
+        return max(hop_s - (pass_s - float(filled_s)) / float(exchanges), 0.0)
 
     def _probe_s(self, ops: Sequence[int], group: Group) -> tuple[float, float]:
         """Return the times of the forecast of a stage, and of carrying it to the stale rows."""
@@ -233,6 +246,15 @@ def _longest_path_s(
         for a, hop_s in into[stage]:
             back[a] = max(back[a], back[stage] + hop_s)
     return max(reached) + max(back)
+
+
+def _longest_hops(count: int, hops: Mapping[tuple[int, int], float]) -> list[float]:
+    """Return the time of the longest message from or to each of ``count`` stages."""
+    found = [0.0] * count
+    for ends, hop_s in hops.items():
+        for stage in ends:
+            found[stage] = max(found[stage], hop_s)
+    return found
 
 
 def _slowest_hop(cluster: Cluster, source: StagePlan, target: StagePlan) -> Link:

@@ -129,6 +129,19 @@ class GroupTimes:
         waits = copied + busy + again
         return np.stack([forward + exchange + waits, backward + arrives + waits])
 
+    def port_s(self, group: Group) -> Floats:
+        """Return prefix sums of the time of a chunk's exchanges in a port, and their number.
+
+        [2, ops + 1]; forward and backward each. 0 where ranks have no ports
+        (``ProfiledCosts.port_s``). Rows that travel by columns count as rows of a halo.
+        """
+        pushed, message = self.table.pushed, self.workload.profile.message
+        if group.link is not None or message is None or group.shards == 1:
+            return prefix_sums(np.zeros((2, len(pushed))))
+        rows = group.share * self.workload.halo(group.shards) / self.chunks
+        sent = pushed * (rows * self.workload.memory.row_bytes)
+        return prefix_sums(np.stack([sent / message.bandwidth_bytes_per_s, pushed > 0]))
+
     def _column_work(self, width: float, group: Group) -> float:
         """Return ``Group.work`` of the work on edges by columns, of rows of ``width`` columns.
 
@@ -158,7 +171,7 @@ class GroupTimes:
     def _exchange_times(self, sent: Floats, group: Group) -> tuple[Floats, Floats]:
         """Return the time on the link and the processor time of exchanges of so many bytes."""
         use = ROW_EXCHANGES[DEFAULT_COLLECTIVES.row_exchange].link_use(group.shards, 1 << 20)
-        latency_s, bytes_per_s = self._speed_of(group.link, "exchange")
+        latency_s, bytes_per_s = self._speed_of(group.link, "exchange", group.shards)
         has_any = sent > 0
         time_s = use.messages * latency_s + sent * (use.sent_bytes / 2**20) / bytes_per_s
         busy = np.zeros_like(sent)
@@ -170,7 +183,7 @@ class GroupTimes:
     def sum_s(self, size_bytes: float, group: Group) -> float:
         """Return the time of a sum over the shards."""
         use = SHARD_SUMS[DEFAULT_COLLECTIVES.shard_sum].link_use(group.shards, int(size_bytes))
-        latency_s, bytes_per_s = self._speed_of(group.link, "shard_sum")
+        latency_s, bytes_per_s = self._speed_of(group.link, "shard_sum", group.shards)
         return use.messages * latency_s + use.sent_bytes / bytes_per_s
 
     def message_s(self, numbers: float, link: Link | None) -> float:
@@ -178,11 +191,11 @@ class GroupTimes:
         latency_s, bytes_per_s = self._speed_of(link, "message")
         return latency_s + numbers * self.workload.memory.row_bytes / bytes_per_s
 
-    def _speed_of(self, link: Link | None, name: str) -> tuple[float, float]:
+    def _speed_of(self, link: Link | None, name: str, shards: int = 0) -> tuple[float, float]:
         """Return latency and bandwidth of a link of the cluster, or of the profile's ``name``."""
         if link is not None:
             return link.latency_s, link.bandwidth_bytes_per_s
-        found = self.workload.profile.link(name)
+        found = self.workload.profile.link(name, shards)
         return found.latency_s, found.bandwidth_bytes_per_s
 
     def begin(self, group: Group) -> Floats:

@@ -161,6 +161,11 @@ class LinkTimes:
         return self.latency_s * messages + size_bytes / self.bandwidth_bytes_per_s
 
 
+LINK_NAMES = ("message", "exchange", "shard_sum", "pair_exchange", "pair_sum")
+
+_PAIRS = {"exchange": "pair_exchange", "shard_sum": "pair_sum"}
+
+
 @dataclass(frozen=True)
 class Profile:
     """Times of one machine, or of several equal ones and their links."""
@@ -187,6 +192,10 @@ class Profile:
     """Row exchange among shards: latency of a message, bytes that one shard sends."""
     shard_sum: LinkTimes | None
     """Sum over shards, likewise."""
+    pair_exchange: LinkTimes | None = None
+    """``exchange`` among two shards, if it was measured among more."""
+    pair_sum: LinkTimes | None = None
+    """``shard_sum``, likewise."""
     collectives: Collectives = DEFAULT_COLLECTIVES
     """The row exchange and the sum that were measured."""
     recompute_every: int = 1
@@ -202,7 +211,7 @@ class Profile:
             raise InputError(f"profile: source {self.source!r}: must be {' or '.join(SOURCES)}")
         if not counts or min(counts) < 1 or counts != sorted(set(counts)):
             raise InputError(f"profile: compute: ranks {counts}: must ascend from at least 1")
-        for name in ("message", "exchange", "shard_sum"):
+        for name in LINK_NAMES:
             link: LinkTimes | None = getattr(self, name)
             # So that times stay finite.
             if link is not None and link.bandwidth_bytes_per_s < 0.1:
@@ -215,9 +224,14 @@ class Profile:
         """Return the times that were measured with the nearest number of ranks."""
         return min(self.compute, key=lambda times: (abs(times.ranks - ranks), times.ranks))
 
-    def link(self, name: str) -> LinkTimes:
-        """Return 'message', 'exchange' or 'shard_sum'; ``InputError`` if it was not measured."""
+    def link(self, name: str, shards: int = 0) -> LinkTimes:
+        """Return 'message', 'exchange' or 'shard_sum'; ``InputError`` if it was not measured.
+
+        ``shards``: how many take part in an exchange or a sum; 0: as many as measured.
+        """
         found: LinkTimes | None = getattr(self, name)
+        if shards == 2 and name in _PAIRS:
+            found = getattr(self, _PAIRS[name]) or found
         if found is None:
             raise InputError(
                 f"profile: {name}: was not measured; take the profile with torchrun "
@@ -249,7 +263,7 @@ class Profile:
                         f"    {way:8}  {both.base_s * 1e3:8.3f}  {both.per_row_s * 1e6:8.4f}  "
                         f"{both.per_edge_s * 1e6:8.4f}"
                     )
-        for name in ("message", "exchange", "shard_sum"):
+        for name in LINK_NAMES:
             link: LinkTimes | None = getattr(self, name)
             if link is not None:
                 yield (
@@ -268,7 +282,7 @@ class Profile:
         The worst fit of ops and links, and the time in which a rank waited for a core.
         """
         errors = [(op.relative_error, kind) for t in self.compute for kind, op in t.ops.items()]
-        links = {"message": self.message, "exchange": self.exchange, "shard sum": self.shard_sum}
+        links = {name.replace("_", " "): getattr(self, name) for name in LINK_NAMES}
         errors += [(link.relative_error, name) for name, link in links.items() if link is not None]
         error, worst = max(errors, default=(0.0, ""))
         found = []

@@ -524,9 +524,8 @@ class ProfiledCosts:
         """
         cluster = self._cluster
         if cluster is None:
-            link = self._profile.link(
-                measured or ("message" if self._profile.message else "exchange")
-            )
+            name = measured or ("message" if self._profile.message else "exchange")
+            link = self._profile.link(name, self.plan.stages[stage].shards)
             return link.time_s(use.sent_bytes, use.messages)
         pairs = combinations(self.plan.stages[stage].ranks, 2)
         links = [cluster.between(*pair) for pair in pairs] if cluster.pairs else [cluster.link]
@@ -557,6 +556,16 @@ class ProfiledCosts:
     def group(self, stage: int) -> str:
         """Return the name of the link that collectives of the stage's shards use."""
         return f"shards of stage {stage}"
+
+    def port_s(self, sent_bytes: float) -> float:
+        """Return the time for which so many bytes fill the port of a rank; 0: ranks have no ports.
+
+        A port is as fast as a message. In a cluster every link has a bandwidth of its own.
+        """
+        message = self._profile.message
+        if self._cluster is not None or message is None:
+            return 0.0
+        return sent_bytes / message.bandwidth_bytes_per_s
 
     def _stage_ops(self, stage: int) -> list[Op]:
         return self.model.select(self.plan.stages[stage].ops)

@@ -8,8 +8,11 @@ A link serves its tasks first come, first served. A device runs its tasks in the
 program, as an executor does. A link from one rank to one other rank also sees its messages in the
 order of the program. If all resources have such a fixed order, every start is a maximum of ends: a
 faster task delays no other task, and the makespan is the longest path through dependencies and
-resources. On a link that several ranks share, the order may depend on the durations, and this does
-not hold.
+resources. On a link that several ranks share, and on the ports of ranks, the order may depend on
+the durations, and this does not hold.
+
+All that a rank sends passes its port out, and all that it receives its port in: one task after
+another, each for the part of its duration in which it fills the port.
 """
 
 from __future__ import annotations
@@ -112,6 +115,10 @@ class Tasks:
     before: list[tuple[int, ...]] = field(default_factory=list)
     """Tasks that must end before a task starts. For a task on a link these are the last
     tasks on the devices that take part: source and target, or one per shard."""
+    ports: list[tuple[int, ...]] = field(default_factory=list)
+    """Resources that a task on a link occupies, too: ports of the ranks that take part."""
+    port_share: list[float] = field(default_factory=list)
+    """Part of its duration, from the start, for which a task occupies its ports."""
     resources: list[Resource] = field(default_factory=list)
     _number: dict[str, int] = field(default_factory=dict)
 
@@ -126,13 +133,21 @@ class Tasks:
         return self._number[name]
 
     def add(
-        self, what: Task, resource: int, duration_s: float, before: tuple[int, ...] = ()
+        self,
+        what: Task,
+        resource: int,
+        duration_s: float,
+        before: tuple[int, ...] = (),
+        ports: tuple[int, ...] = (),
+        port_share: float = 1.0,
     ) -> int:
         """Add a task; return its number."""
         self.what.append(what)
         self.resource.append(resource)
         self.duration_s.append(duration_s)
         self.before.append(before)
+        self.ports.append(ports)
+        self.port_share.append(port_share)
         return len(self.what) - 1
 
 
@@ -141,8 +156,8 @@ class CriticalTask(NamedTuple):
 
     task: int
     reason: str
-    """'start': it started at 0; 'dependency': it waited for another task; 'resource': its device or
-    link was busy."""
+    """'start': it started at 0; 'dependency': it waited for another task; 'resource': its device,
+    link or port was busy."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +168,10 @@ class Timeline:
     start_s: list[float]
     end_s: list[float]
     cause: list[int]
-    """The task at whose end a task started; -1: it started at 0."""
+    """The task that a task waited for, to its end or until it had left a port; -1: none, it started
+    at 0."""
     is_queued: list[bool]
-    """Whether a task was ready while its resource was busy."""
+    """Whether a task was ready while its resource or a port was busy."""
 
     @cached_property
     def makespan_s(self) -> float:
@@ -176,7 +192,8 @@ class Timeline:
     def critical_path(self) -> list[CriticalTask]:
         """Return tasks from the start to the end of the epoch without a gap between two tasks.
 
-        Their durations add up to the makespan. If there are several such paths, one is returned.
+        Each starts at the end of the task before, or when that task has left a port. If there are
+        several such paths, one is returned.
         """
         path: list[CriticalTask] = []
         task = self.end_s.index(self.makespan_s) if self.end_s else -1
@@ -204,11 +221,14 @@ def simulate(tasks: Tasks) -> Timeline:
     while waiting:
         task = heappop(waiting)[1]
         now_s, on = ready[task], resource[task]
-        if free[on] > now_s:
-            now_s, cause[task], is_queued[task] = free[on], last[on], True
+        for needed in (on, *tasks.ports[task]):
+            if free[needed] > now_s:
+                now_s, cause[task], is_queued[task] = free[needed], last[needed], True
         start[task] = now_s
         end_s = end[task] = now_s + duration[task]
         free[on], last[on] = end_s, task
+        for port in tasks.ports[task]:
+            free[port], last[port] = now_s + tasks.port_share[task] * duration[task], task
         done += 1
         for other in after[task]:
             if end_s > ready[other]:

@@ -316,7 +316,27 @@ class _StageTasks:
         # The shards without tasks send no more than those that stand for them.
         all_sizes = [*sizes, *[0] * (len(self.ranks) - len(sizes))]
         time_s = self.costs.exchange_s(self.stage, all_sizes)
-        return self.tasks.add(what, self._shard_link(), time_s, tuple(self._last.values()))
+        return self._add_collective(what, time_s, max(sizes))
+
+    def _add_collective(
+        self, what: Task, time_s: float, sent_bytes: float, before: tuple[int, ...] = ()
+    ) -> int:
+        """Add a task of all shards; ``sent_bytes``: of the shard that sends most."""
+        link = self.tasks.open(self.costs.group(self.stage), in_order=False)
+        ports = self._ports(self.ranks, self.ranks, time_s, sent_bytes)
+        return self.tasks.add(what, link, time_s, (*self._last.values(), *before), *ports)
+
+    def _ports(
+        self, senders: Sequence[int], receivers: Sequence[int], time_s: float, sent_bytes: float
+    ) -> tuple[tuple[int, ...], float]:
+        """Return the ports of a transfer, and the part of its time for which it fills them."""
+        filled_s = self.costs.port_s(sent_bytes)
+        if not filled_s or not time_s:
+            return (), 1.0
+        names = [f"out of rank {rank}" for rank in senders]
+        names += [f"into rank {rank}" for rank in receivers]
+        ports = tuple(self.tasks.open(name, in_order=False) for name in names)
+        return ports, min(filled_s / time_s, 1.0)
 
     def _sum_means(self, position: int, step: int) -> None:
         for size in self.costs.mean_bytes(self.stage, step):
@@ -336,7 +356,7 @@ class _StageTasks:
         sent = self.costs.shard_sum_bytes(self.stage, size) // phases
         what = Task(TaskKind.REDUCE_GRADIENTS, self.stage, step=step, size_bytes=sent)
         time_s = self.costs.shard_sum_s(self.stage, size) / phases
-        task = self.tasks.add(what, self._shard_link(), time_s, (*self._last.values(), *before))
+        task = self._add_collective(what, time_s, sent / len(self.ranks), before)
         self._buckets.append((task, size, step, remaining))
 
     def _next_phases(self) -> None:
@@ -355,16 +375,13 @@ class _StageTasks:
         self._wait(*(task for task, *_ in self._buckets))
         self._buckets.clear()
 
-    def _shard_link(self) -> int:
-        return self.tasks.open(self.costs.group(self.stage), in_order=False)
-
     def _reduce(
         self, kind: TaskKind, size: int, position: int = -1, chunk: int = -1, step: int = -1
     ) -> None:
         sent = self.costs.shard_sum_bytes(self.stage, size)
         what = Task(kind, self.stage, -1, position, chunk, step, size_bytes=sent)
         time_s = self.costs.shard_sum_s(self.stage, size)
-        self._wait(self.tasks.add(what, self._shard_link(), time_s, tuple(self._last.values())))
+        self._wait(self._add_collective(what, time_s, sent / len(self.ranks)))
 
     def _sync(self) -> None:
         """Wait for all ranks; the first stage adds the task."""
@@ -435,7 +452,8 @@ class _StageTasks:
             peer_shard=pair[1],
             size_bytes=size,
         )
-        return self.tasks.add(what, link, time_s)
+        ports = self._ports(ranks[:1], ranks[1:], time_s, size)
+        return self.tasks.add(what, link, time_s, (), *ports)
 
     def _chunk(self, position: int) -> int:
         """The chunk at a position; a ``SpecialPosition`` is returned unchanged."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.simulate import EXCHANGES, Task, TaskKind, Timeline, simulate
@@ -63,8 +64,10 @@ def critical_shares(
     about as long.
     """
     time_s: dict[str, float] = defaultdict(float)
-    for number, _ in timeline.critical_path():
-        time_s[name(timeline.tasks.what[number])] += timeline.tasks.duration_s[number]
+    path = [task for task, _ in timeline.critical_path()]
+    starts_s = [*(timeline.start_s[task] for task in path), timeline.makespan_s]
+    for task, (start_s, next_s) in zip(path, pairwise(starts_s), strict=True):
+        time_s[name(timeline.tasks.what[task])] += next_s - start_s
     total_s = sum(time_s.values())
     shares = {place: spent_s / total_s for place, spent_s in time_s.items() if spent_s > 0}
     return dict(sorted(shares.items(), key=lambda item: -item[1]))

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gnnpipe.perf.memory import MemorySettings, ShardSizes
 from gnnpipe.perf.parts import ChunkSizes, PlanSizes
-from gnnpipe.perf.profile import LinkTimes, Profile, op_kind
+from gnnpipe.perf.profile import LINK_NAMES, LinkTimes, Profile, op_kind
 from gnnpipe.plan import LossRows, ModelGraph, Plan, StageDag
 from gnnpipe.plan.cluster import Cluster, Link
 
@@ -89,8 +90,8 @@ class Workload:
             return link and replace(link, bandwidth_bytes_per_s=bytes_per_s)
 
         own = self.profile
-        links = timed(own.message), timed(own.exchange), timed(own.shard_sum)
-        profile = replace(own, message=links[0], exchange=links[1], shard_sum=links[2])
+        links: dict[str, Any] = {name: timed(getattr(own, name)) for name in LINK_NAMES}
+        profile = replace(own, **links)
         cluster = self.cluster and Cluster(
             self.cluster.devices,
             faster(self.cluster.link),

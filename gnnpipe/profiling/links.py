@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from typing import Protocol
 
 import torch
@@ -23,6 +23,7 @@ from gnnpipe.collectives import CollectiveWork
 from gnnpipe.machine import machine_key
 from gnnpipe.perf.fit import fit_link
 from gnnpipe.perf.profile import Affine, LinkTimes
+from gnnpipe.plan import Placement
 from gnnpipe.runtime.comm.cpu_affinity import crowding
 from gnnpipe.runtime.comm.halo_exchange import sum_over_shards
 from gnnpipe.runtime.comm.mesh import Mesh
@@ -117,6 +118,8 @@ class Links:
     message: LinkTimes | None
     exchange: LinkTimes | None
     shard_sum: LinkTimes | None
+    pair_exchange: LinkTimes | None = None
+    pair_sum: LinkTimes | None = None
 
 
 def measure_links(
@@ -147,22 +150,47 @@ def measure_links(
     # Of stages with different numbers of shards, those with the most are measured.
     most = max(map(len, mesh.placement.stages))
     if most > 1:
-
-        def exchange_rows(size_bytes: int) -> None:
-            _start_exchange(size_bytes, mesh).wait()
-
-        def sum_gradients(size_bytes: int) -> None:
-            sum_over_shards(torch.zeros(size_bytes // 4, device=mesh.device), mesh)
-
-        use = mesh.collectives.rows.link_use(most, 1)
-        link = fit_link(sizes, _slowest(mesh, test, exchange_rows), use.messages)
+        link, shard_sum = _shard_links(mesh, test)
         loads = exchange_load(mesh, test.repeats)
-        exchange = replace(link, busy=busy(loads, most - 1, not steps_have_exchanges))
         # Little is computed during gradient sums, so their processor time is not counted.
-        uses = [mesh.collectives.sum.link_use(most, size) for size in sizes]
-        times = _slowest(mesh, test, sum_gradients)
-        shard_sum = fit_link([use.sent_bytes for use in uses], times, uses[0].messages)
+        exchange = replace(link, busy=busy(loads, most - 1, not steps_have_exchanges))
     return Links(message, exchange, shard_sum)
+
+
+def measure_all_links(mesh: Mesh, test: LinkTest) -> Links:
+    """Links for plans of any shape; ``mesh`` has one stage whose shards are all ranks.
+
+    Exchanges and sums are also measured between two shards, on all pairs of ranks at once: over a
+    network each rank of a larger group has less of its bandwidth.
+    """
+    found = measure_links(mesh, test, list(pairwise(range(mesh.world_size))), False)
+    if mesh.world_size <= 2:
+        return found
+    ranks = range(mesh.world_size)
+    placement = Placement(tuple(tuple(ranks[first : first + 2]) for first in ranks[::2]))
+    pairs = Mesh.of(mesh, placement, mesh.collectives)
+    try:
+        exchange, shard_sum = _shard_links(pairs, test)
+    finally:
+        pairs.forget()
+    return replace(found, pair_exchange=exchange, pair_sum=shard_sum)
+
+
+def _shard_links(mesh: Mesh, test: LinkTest) -> tuple[LinkTimes, LinkTimes]:
+    """Links of an exchange and of a sum among the shards of the largest stages."""
+    most = max(map(len, mesh.placement.stages))
+
+    def exchange_rows(size_bytes: int) -> None:
+        _start_exchange(size_bytes, mesh).wait()
+
+    def sum_gradients(size_bytes: int) -> None:
+        sum_over_shards(torch.zeros(size_bytes // 4, device=mesh.device), mesh)
+
+    use = mesh.collectives.rows.link_use(most, 1)
+    exchange = fit_link(test.sizes_bytes, _slowest(mesh, test, exchange_rows), use.messages)
+    uses = [mesh.collectives.sum.link_use(most, size) for size in test.sizes_bytes]
+    times = _slowest(mesh, test, sum_gradients)
+    return exchange, fit_link([use.sent_bytes for use in uses], times, uses[0].messages)
 
 
 def message_links(mesh: Mesh, test: LinkTest, pairs: Sequence[tuple[int, int]]) -> list[LinkTimes]:

@@ -36,7 +36,14 @@ from gnnpipe.plan import Placement, Plan, StagePlan
 from gnnpipe.plan.cluster import Cluster
 from gnnpipe.planner import PLANNERS
 from gnnpipe.profiling.devices import RankSpeeds, measure_cluster, measure_speeds, times_of_fewer
-from gnnpipe.profiling.links import BRIEF, THOROUGH, Links, measure_links, most_ranks_per_machine
+from gnnpipe.profiling.links import (
+    BRIEF,
+    THOROUGH,
+    Links,
+    measure_all_links,
+    measure_links,
+    most_ranks_per_machine,
+)
 from gnnpipe.profiling.steps import (
     BEGIN,
     UPDATE,
@@ -181,7 +188,7 @@ def take_profile(
         speeds = measured.speeds()
     found = [measured.compute_times(ranks, speeds.reference) for ranks in turns]
     compute, waiting = [times for times, _ in found], max(share for _, share in found)
-    links = measure_links(mesh, THOROUGH, list(pairwise(range(mesh.world_size))), False)
+    links = measure_all_links(mesh, THOROUGH)
     note = (
         f"{time.strftime('%Y-%m-%d %H:%M')}, torch {torch.__version__}, dataset {config.dataset}, "
         f"{mesh.world_size} rank{'s' * (mesh.world_size > 1)}"
@@ -267,7 +274,7 @@ def take_planning_profile(
         faster = faster or times_of_fewer(prepared, mesh)
     ranks_at_once = most_ranks_per_machine(mesh)
     boundary_s = boundary_time_per_number_s(mesh.device) if world.world_size > 1 else 0.0
-    links = measure_links(mesh, BRIEF, list(pairwise(range(mesh.world_size))), False)
+    links = measure_all_links(mesh, BRIEF)
     found = _of_reference(mesh.gather(samples), reference)
     boundary_s = world.gather(boundary_s)[min(reference)]
     of_all = _fitted_times(fit_costs(found), ranks_at_once, boundary_s)
@@ -310,6 +317,8 @@ def _profile(
         message=links.message,
         exchange=links.exchange,
         shard_sum=links.shard_sum,
+        pair_exchange=links.pair_exchange,
+        pair_sum=links.pair_sum,
         collectives=mesh.collectives,
     )
 

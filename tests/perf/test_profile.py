@@ -8,6 +8,7 @@ from profiles import prepared_of, profile_of
 
 from gnnpipe.errors import InputError
 from gnnpipe.perf import Profile
+from gnnpipe.perf.profile import LinkTimes
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +20,17 @@ def test_a_profile_survives_json(profile):
     assert Profile.from_json(profile.to_json()) == profile
     alone = replace(profile, message=None, exchange=None, shard_sum=None)
     assert Profile.from_json(alone.to_json()) == alone
+
+
+def test_a_link_of_two_shards_is_that_of_pairs_if_measured(profile):
+    quick = LinkTimes(1e-6, 1e10, 0.0)
+    both = replace(profile, pair_exchange=quick, pair_sum=quick)
+    assert Profile.from_json(both.to_json()) == both
+    for name in ("exchange", "shard_sum"):
+        measured = getattr(profile, name)
+        assert profile.link(name, 2) == both.link(name) == both.link(name, 4) == measured
+        assert both.link(name, 2) == quick
+    assert both.link("message", 2) == profile.message
 
 
 def spoiled(profile, path, value):

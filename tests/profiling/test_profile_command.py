@@ -170,6 +170,17 @@ def test_a_profile_of_two_ranks(tmp_path):
     assert found.compute[0].ops.keys() == found.compute[1].ops.keys()
     for link in (found.message, found.exchange, found.shard_sum):
         assert link.time_s(1 << 23) > link.time_s(1 << 10) > 0
+    assert found.pair_exchange is found.pair_sum is None
+
+
+@pytest.mark.slow
+def test_three_ranks_measure_exchanges_of_two_shards_as_well(tmp_path):
+    path = tmp_path / "profile.json"
+    assert run_ranks(_profile, 3, str(path)) == [0, 0, 0]
+    found = Profile.from_json(path.read_text())
+    for name, pair in (("exchange", found.pair_exchange), ("shard_sum", found.pair_sum)):
+        assert pair.time_s(1 << 23) > pair.time_s(1 << 10) > 0
+        assert found.link(name, 2) == pair != found.link(name, 3) == getattr(found, name)
 
 
 def _profile_of_too_many_chunks():

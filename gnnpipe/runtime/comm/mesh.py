@@ -98,6 +98,13 @@ class Mesh(World):
         """The shard of this rank."""
         return self.placement.shard(self.rank)
 
+    def forget(self) -> None:
+        """Close what this mesh has beyond its ``World``, whose process groups stay open."""
+        self.start_thread.close()
+        for group in (self.graph_group, self.down_group, self.backward_group):
+            if group is not None:
+                dist.destroy_process_group(group)
+
     def leave(self) -> None:
         """Stop the thread that starts messages, and close the process groups."""
         self.start_thread.close()
