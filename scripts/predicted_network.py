@@ -168,12 +168,15 @@ def report() -> None:
     if not found:
         raise SystemExit(f"{DATA}: nothing yet; python scripts/predicted_network.py run")
     dates = sorted(row["date"] for row in found.values())
-    versions = sorted({row["commit"] for row in found.values()})
+    versions: dict[int, set[str]] = {}
+    for (count, *_), row in sorted(found.items()):
+        versions.setdefault(count, set()).add(row["commit"])
+    commits = (f"{', '.join(sorted(of))} ({count} hosts)" for count, of in versions.items())
     lines = [
         "# Predicted beside measured, on slow links",
         "",
         f"`scripts/predicted_network.py`, {dates[0]} to {dates[-1]}, commit "
-        f"{', '.join(versions)}. {GRAPH}, {MODEL} of {LAYERS} layers of {HIDDEN}, {EPOCHS} epochs; "
+        f"{', '.join(commits)}. {GRAPH}, {MODEL} of {LAYERS} layers of {HIDDEN}, {EPOCHS} epochs; "
         f"hosts are network namespaces of one machine of {os.cpu_count()} cores, a rank of one "
         "thread each; one profile for each rate and number of hosts. "
         "*wires*: share of the predicted critical path. *in truth*: what was "
