@@ -3,9 +3,9 @@
 Candidates are all numbers of devices W = S x G, numbers of chunks K in powers of two, exact and
 stale schedules, orders of unequal devices along the stages and shares of their rows. Stages are
 cut by the times of the ops on the devices of each stage. The closed form ranks all candidates; the
-best ``SIMULATED`` that fit into memory are simulated, and the fastest one is the plan. In exact
-plans, rows travel by columns where the closed form says that this is faster. Finally the shares of
-unequal devices are searched by a linear program.
+best ``SIMULATED`` that fit into memory are simulated. In exact plans, rows travel by columns where
+the closed form says that this is faster. Where devices are unequal, a linear program searches their
+shares for the simulated plans that are nearly as fast as the best. The fastest one is the plan.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ RECOMPUTE_ROUNDS = 4
 """How often the stages that recompute are chosen anew after a cut."""
 
 MARGIN = 1.1
-"""The third is simulated only if its closed form is less than this factor over the best time."""
+"""The third is simulated only if its closed form is less than this factor over the best time; other
+shares are searched for plans whose time by simulation is."""
 
 EXACT_AFTER_JUMPS = 0.05
 """Assumed share of epochs that are exact because gradients jumped: 11 of 200 in docs/adr/0019."""
@@ -103,10 +104,12 @@ def _simulated(fitting: Collection[Candidate], space: SearchSpace) -> list[Candi
     for candidate in sorted(fitting, key=lambda c: c.closed_form_s)[:SIMULATED]:
         if len(best) < 2 or candidate.closed_form_s < MARGIN * best[0].simulated_s:
             best = sorted([*best, candidate], key=lambda c: c.simulated_s)
-    moved = with_searched_shares(best[0], space.device_bytes)
-    if moved is None or moved.stages_over(space.device_bytes):
-        return best
-    return [min(best[0], moved, key=lambda c: c.simulated_s), *best[1:]]
+    near = [c for c in best if c.simulated_s < MARGIN * best[0].simulated_s]
+    for place, candidate in enumerate(near):
+        moved = with_searched_shares(candidate, space.device_bytes)
+        if moved is not None and not moved.stages_over(space.device_bytes):
+            best[place] = min(candidate, moved, key=lambda c: c.simulated_s)
+    return sorted(best, key=lambda c: c.simulated_s)
 
 
 def _rounded(space: SearchSpace, found: Sequence[Candidate]) -> Candidate | None:

@@ -154,6 +154,19 @@ changes with the links and with the limit, and the closed form errs, so that a p
 by simulation may be left out. 43 random cases had none; earlier ones had .1 %."""
 
 
+def test_other_shares_are_searched_for_all_plans_that_are_nearly_as_fast():
+    """Here the plan on six devices is second before its shares are searched."""
+    cluster = Cluster(devices(0.875, 0.75, 0.375, 0.5, 0.375, 0.2), Link(3.5e10, 2e-5))
+    work = {"shape": replace(GRAPH, edges=152 * GRAPH.vertices, halo=2.0), "layers": 5}
+    space = space_of(cluster, **work, model="gcn", staleness="exact")
+    found = find_plan(space)
+    assert found.plan.num_ranks == 6
+    simulated = sorted(every_candidate(space), key=lambda c: c.simulated_s)
+    assert simulated[0].plan.num_ranks == 4
+    assert found.best.simulated_s < 0.95 * simulated[0].simulated_s
+    assert found.best.simulated_s <= found.runner_up.simulated_s
+
+
 @pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(cluster=clusters, work=works)
