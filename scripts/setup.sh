@@ -3,7 +3,7 @@
 #
 # A stamp says what .venv was made from (pyproject.toml, constraints.txt, this folder, the Python).
 # Same stamp: nothing to do. Another one, as after an interrupted set-up: start anew, for a half-made
-# environment is found out late and by odd errors. A .venv without a stamp is somebody else's.
+# environment is found out late and by odd errors. A .venv without a stamp is left alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 kind=${1:-run}
@@ -45,7 +45,7 @@ if [ "$have" = "$made_from dev" ] || [ "$have" = "$made_from $kind" ]; then
   exit 0
 fi
 if [ -e "$venv" ] && [ ! -e "$stamp" ]; then
-  stop "$venv is there, and not made by this script; move it away, or install into it: $venv/bin/pip install -c constraints.txt -e '$what'"
+  stop "$venv is there, and not made by this script; move it away, or do without make: install with the pip of $venv (pip install -c constraints.txt -e '$what') and start gnnpipe or pytest from it"
 fi
 if [ "$have" != "$made_from run" ]; then # dev adds to run; anything else is made anew
   say "making $venv with $("$python" --version) (once; a minute or two)"

@@ -19,5 +19,5 @@ def test_a_venv_of_ones_own_is_left_alone(tmp_path):
     command = ["bash", str(tmp_path / "scripts" / "setup.sh")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert ".venv is there, and not made by this script; move it away, or install" in done.stderr
+    assert ".venv is there, and not made by this script; move it away, or do without" in done.stderr
     assert list(mine.parent.iterdir()) == [mine]

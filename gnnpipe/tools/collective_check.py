@@ -31,7 +31,7 @@ def round_trip(device: str, ranks: int, limit_s: float) -> tuple[float, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    # Of a torchrun around this process: ranks would wait for a store that torchrun should keep.
+    # With TORCHELASTIC_*, ranks wait for a store of the torchrun around this process.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     command = [sys.executable, "-m", "gnnpipe.tools.collective_check", device, str(limit_s)]
     end = time.monotonic() + limit_s

@@ -41,7 +41,8 @@ def test_a_sound_machine(capsys):
 @pytest.mark.slow
 def test_under_torchrun_only_the_environment_is_a_fault():
     """Two processes connect although torchrun's variables are set."""
-    words = ["torchrun", "--nproc-per-node", "1", "-m", "gnnpipe", "doctor"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = [*torchrun, "--nproc-per-node", "1", "-m", "gnnpipe", "doctor"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     assert "ok     gloo: 2 processes sum a number in " in done.stdout
     faults = [line for line in done.stdout.splitlines() if line.startswith("FAULT")]
