@@ -43,8 +43,10 @@ RECOMPUTE_ROUNDS = 4
 """How often the stages that recompute are chosen anew after a cut."""
 
 MARGIN = 1.1
-"""The third is simulated only if its closed form is less than this factor over the best time; other
-shares are searched for plans whose time by simulation is."""
+"""The third is simulated only if its closed form is less than this factor over the best time."""
+
+SHARES_MARGIN = 1.1
+"""Simulated plans of up to this factor over the best time have their shares searched."""
 
 EXACT_AFTER_JUMPS = 0.05
 """Assumed share of epochs that are exact because gradients jumped: 11 of 200 in docs/adr/0019."""
@@ -104,7 +106,7 @@ def _simulated(fitting: Collection[Candidate], space: SearchSpace) -> list[Candi
     for candidate in sorted(fitting, key=lambda c: c.closed_form_s)[:SIMULATED]:
         if len(best) < 2 or candidate.closed_form_s < MARGIN * best[0].simulated_s:
             best = sorted([*best, candidate], key=lambda c: c.simulated_s)
-    near = [c for c in best if c.simulated_s < MARGIN * best[0].simulated_s]
+    near = [c for c in best if c.simulated_s < SHARES_MARGIN * best[0].simulated_s]
     for place, candidate in enumerate(near):
         moved = with_searched_shares(candidate, space.device_bytes)
         if moved is not None and not moved.stages_over(space.device_bytes):
