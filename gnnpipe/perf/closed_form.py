@@ -159,9 +159,10 @@ class ClosedForm:
                 # Layer by layer, a stage needs the stage before to be nearly done.
                 each = [chunks * time_s for time_s in each]
             else:
-                beside = map(self._waits_s, each, stages, _longest_hops(len(stages), hops))
-                passing = [one + wait for one, wait in zip(each, beside, strict=True)]
-                slowest_s += (chunks - 1) * max([*passing, *hops.values()])
+                longest = _longest_hops(len(stages), hops)
+                waits = map(self._wait_s, each, stages, longest)
+                with_waits = [pass_s + wait_s for pass_s, wait_s in zip(each, waits, strict=True)]
+                slowest_s += (chunks - 1) * max([*with_waits, *hops.values()])
             times.append(each)
         end_s = _longest_path_s(times, hops, probes, begin)
         once = [self._gradients_s(*stage) for stage in stages]
@@ -169,16 +170,15 @@ class ClosedForm:
         update_s = max(self._update_s(*stage) for stage in stages)
         return end_s + slowest_s + max(once) + update_s + self._sync_s(plan.num_ranks)
 
-    def _waits_s(self, pass_s: float, stage: tuple[Sequence[int], Group], hop_s: float) -> float:
-        """Return how long exchanges of a chunk wait for a message in the same port, one way.
+    def _wait_s(self, pass_s: float, stage: tuple[Sequence[int], Group], hop_s: float) -> float:
+        """Return how long the exchanges of a chunk wait for a message in the same port, one way.
 
-        The message is beside the work between two exchanges, and the exchanges after it wait.
+        A message of ``hop_s`` overlaps with the compute between two exchanges. The rest of it
+        delays the next exchange.
         """
         ops, group = stage
-        filled_s, exchanges = sum_of(self._times.port_s(group), ops)
-        if not filled_s:
-            return 0.0
-        return max(hop_s - (pass_s - float(filled_s)) / float(exchanges), 0.0)
+        filled_s, exchanges = map(float, sum_of(self._times.ports(group), ops))
+        return max(hop_s - (pass_s - filled_s) / exchanges, 0.0) if exchanges else 0.0
 
     def _probe_s(self, ops: Sequence[int], group: Group) -> tuple[float, float]:
         """Return the times of the forecast of a stage, and of carrying it to the stale rows."""

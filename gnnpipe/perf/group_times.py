@@ -129,18 +129,21 @@ class GroupTimes:
         waits = copied + busy + again
         return np.stack([forward + exchange + waits, backward + arrives + waits])
 
-    def port_s(self, group: Group) -> Floats:
-        """Return prefix sums of the time of a chunk's exchanges in a port, and their number.
+    def ports(self, group: Group) -> Floats:
+        """Return prefix sums over the ops of a chunk's exchanges in a port, one way, [2, ops + 1].
 
-        [2, ops + 1]; forward and backward each. 0 where ranks have no ports
-        (``ProfiledCosts.port_s``). Rows that travel by columns count as rows of a halo.
+        Row 0 has the seconds for which they fill the port, row 1 their number. All are 0 where
+        ranks have no ports (``ProfiledCosts.port_s``). Rows that travel by columns count as rows of
+        a halo.
         """
         pushed, message = self.table.pushed, self.workload.profile.message
         if group.link is not None or message is None or group.shards == 1:
             return prefix_sums(np.zeros((2, len(pushed))))
         rows = group.share * self.workload.halo(group.shards) / self.chunks
         sent = pushed * (rows * self.workload.memory.row_bytes)
-        return prefix_sums(np.stack([sent / message.bandwidth_bytes_per_s, pushed > 0]))
+        exchange, _ = self._exchange_times(sent, group)
+        filled = np.minimum(sent / message.bandwidth_bytes_per_s, exchange)
+        return prefix_sums(np.stack([filled, pushed > 0]))
 
     def _column_work(self, width: float, group: Group) -> float:
         """Return ``Group.work`` of the work on edges by columns, of rows of ``width`` columns.
@@ -191,7 +194,9 @@ class GroupTimes:
         latency_s, bytes_per_s = self._speed_of(link, "message")
         return latency_s + numbers * self.workload.memory.row_bytes / bytes_per_s
 
-    def _speed_of(self, link: Link | None, name: str, shards: int = 0) -> tuple[float, float]:
+    def _speed_of(
+        self, link: Link | None, name: str, shards: int | None = None
+    ) -> tuple[float, float]:
         """Return latency and bandwidth of a link of the cluster, or of the profile's ``name``."""
         if link is not None:
             return link.latency_s, link.bandwidth_bytes_per_s

@@ -162,8 +162,10 @@ class LinkTimes:
 
 
 LINK_NAMES = ("message", "exchange", "shard_sum", "pair_exchange", "pair_sum")
+"""Fields of ``Profile`` that are ``LinkTimes``."""
 
 _PAIRS = {"exchange": "pair_exchange", "shard_sum": "pair_sum"}
+"""Where the link of two shards lies."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class Profile:
     shard_sum: LinkTimes | None
     """Sum over shards, likewise."""
     pair_exchange: LinkTimes | None = None
-    """``exchange`` among two shards, if it was measured among more."""
+    """``exchange`` between two shards, if that was measured among more. It has no ``busy``."""
     pair_sum: LinkTimes | None = None
     """``shard_sum``, likewise."""
     collectives: Collectives = DEFAULT_COLLECTIVES
@@ -224,10 +226,11 @@ class Profile:
         """Return the times that were measured with the nearest number of ranks."""
         return min(self.compute, key=lambda times: (abs(times.ranks - ranks), times.ranks))
 
-    def link(self, name: str, shards: int = 0) -> LinkTimes:
+    def link(self, name: str, shards: int | None = None) -> LinkTimes:
         """Return 'message', 'exchange' or 'shard_sum'; ``InputError`` if it was not measured.
 
-        ``shards``: how many take part in an exchange or a sum; 0: as many as measured.
+        ``shards``: how many take part in an exchange or a sum. Two have the link of pairs, if that
+        was measured; any other number, and None, have the one that was measured among all ranks.
         """
         found: LinkTimes | None = getattr(self, name)
         if shards == 2 and name in _PAIRS:

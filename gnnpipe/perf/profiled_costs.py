@@ -558,7 +558,7 @@ class ProfiledCosts:
         return f"shards of stage {stage}"
 
     def port_s(self, sent_bytes: float) -> float:
-        """Return the time for which so many bytes fill the port of a rank; 0: ranks have no ports.
+        """Return the seconds for which so many bytes fill a port of a rank; 0: ranks have no ports.
 
         A port is as fast as a message. In a cluster every link has a bandwidth of its own.
         """

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 from typing import NamedTuple
 
 from gnnpipe.garbage_collector import collector_paused
@@ -94,7 +95,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Resource:
-    """A device or link, which runs one task at a time."""
+    """A device, link or port, which runs one task at a time."""
 
     name: str
     in_order: bool
@@ -117,8 +118,8 @@ class Tasks:
     tasks on the devices that take part: source and target, or one per shard."""
     ports: list[tuple[int, ...]] = field(default_factory=list)
     """Resources that a task on a link occupies, too: ports of the ranks that take part."""
-    port_share: list[float] = field(default_factory=list)
-    """Part of its duration, from the start, for which a task occupies its ports."""
+    port_s: list[float] = field(default_factory=list)
+    """Seconds from its start for which a task occupies its ports, at most its duration."""
     resources: list[Resource] = field(default_factory=list)
     _number: dict[str, int] = field(default_factory=dict)
 
@@ -139,7 +140,7 @@ class Tasks:
         duration_s: float,
         before: tuple[int, ...] = (),
         ports: tuple[int, ...] = (),
-        port_share: float = 1.0,
+        port_s: float = 0.0,
     ) -> int:
         """Add a task; return its number."""
         self.what.append(what)
@@ -147,7 +148,7 @@ class Tasks:
         self.duration_s.append(duration_s)
         self.before.append(before)
         self.ports.append(ports)
-        self.port_share.append(port_share)
+        self.port_s.append(port_s)
         return len(self.what) - 1
 
 
@@ -183,11 +184,22 @@ class Timeline:
         busy = [0.0] * len(self.tasks.resources)
         for resource, duration in zip(self.tasks.resource, self.tasks.duration_s, strict=True):
             busy[resource] += duration
+        for ports, filled_s in zip(self.tasks.ports, self.tasks.port_s, strict=True):
+            for port in ports:
+                busy[port] += filled_s
         return busy
 
     def bubble_s(self) -> list[float]:
         """Return the idle time of each resource."""
         return [self.makespan_s - busy for busy in self.busy_s()]
+
+    def critical_s(self) -> list[float]:
+        """Return the seconds of each task of the critical path until the next one starts.
+
+        They add up to the makespan. On a port the next one may start before a task ends.
+        """
+        starts_s = [self.start_s[step.task] for step in self.critical_path()]
+        return [after - start for start, after in pairwise([*starts_s, self.makespan_s])]
 
     def critical_path(self) -> list[CriticalTask]:
         """Return tasks from the start to the end of the epoch without a gap between two tasks.
@@ -215,32 +227,37 @@ def simulate(tasks: Tasks) -> Timeline:
     ready, cause, is_queued = [0.0] * count, [-1] * count, [False] * count
     free = [0.0] * len(tasks.resources)
     last = [-1] * len(tasks.resources)
-    waiting = [(0.0, task) for task in range(count) if missing[task] == 0]
+    # Times to look at a task, and since when it is ready, which decides between equal ones.
+    waiting = [(0.0, 0.0, task) for task in range(count) if missing[task] == 0]
     heapify(waiting)
     done = 0
     while waiting:
-        task = heappop(waiting)[1]
-        now_s, on = ready[task], resource[task]
-        for needed in (on, *tasks.ports[task]):
+        looked_s, _, task = heappop(waiting)
+        now_s, on, ports = ready[task], resource[task], tasks.ports[task]
+        for needed in (on, *ports):
             if free[needed] > now_s:
                 now_s, cause[task], is_queued[task] = free[needed], last[needed], True
+        if ports and now_s > looked_s:
+            # Others may use what is free until then.
+            heappush(waiting, (now_s, ready[task], task))
+            continue
         start[task] = now_s
         end_s = end[task] = now_s + duration[task]
         free[on], last[on] = end_s, task
-        for port in tasks.ports[task]:
-            free[port], last[port] = now_s + tasks.port_share[task] * duration[task], task
+        for port in ports:
+            free[port], last[port] = now_s + tasks.port_s[task], task
         done += 1
         for other in after[task]:
             if end_s > ready[other]:
                 ready[other], cause[other], is_queued[other] = end_s, task, False
             missing[other] -= 1
             if not missing[other]:
-                heappush(waiting, (ready[other], other))
+                heappush(waiting, (ready[other], ready[other], other))
         other = is_next[task]
         if other >= 0:
             missing[other] -= 1
             if not missing[other]:
-                heappush(waiting, (max(ready[other], end_s), other))
+                heappush(waiting, (max(ready[other], end_s), ready[other], other))
     if done < count:
         stuck = next(task for task in range(count) if missing[task] > 0)
         raise ValueError(f"task {stuck} waits for ever: {tasks.what[stuck]}")

@@ -321,22 +321,23 @@ class _StageTasks:
     def _add_collective(
         self, what: Task, time_s: float, sent_bytes: float, before: tuple[int, ...] = ()
     ) -> int:
-        """Add a task of all shards; ``sent_bytes``: of the shard that sends most."""
+        """Add a task of all shards; each fills its ports for ``sent_bytes``, out and in."""
         link = self.tasks.open(self.costs.group(self.stage), in_order=False)
-        ports = self._ports(self.ranks, self.ranks, time_s, sent_bytes)
+        ranks = [self.ranks[shard] for shard in self.shards]
+        ports = self._ports(ranks, ranks, time_s, sent_bytes)
         return self.tasks.add(what, link, time_s, (*self._last.values(), *before), *ports)
 
     def _ports(
         self, senders: Sequence[int], receivers: Sequence[int], time_s: float, sent_bytes: float
     ) -> tuple[tuple[int, ...], float]:
-        """Return the ports of a transfer, and the part of its time for which it fills them."""
-        filled_s = self.costs.port_s(sent_bytes)
-        if not filled_s or not time_s:
-            return (), 1.0
+        """Return the ports of a transfer, and the seconds for which it fills them."""
+        filled_s = min(self.costs.port_s(sent_bytes), time_s)
+        if not filled_s:
+            return (), 0.0
         names = [f"out of rank {rank}" for rank in senders]
         names += [f"into rank {rank}" for rank in receivers]
         ports = tuple(self.tasks.open(name, in_order=False) for name in names)
-        return ports, min(filled_s / time_s, 1.0)
+        return ports, filled_s
 
     def _sum_means(self, position: int, step: int) -> None:
         for size in self.costs.mean_bytes(self.stage, step):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.simulate import EXCHANGES, Task, TaskKind, Timeline, simulate
@@ -64,10 +63,8 @@ def critical_shares(
     about as long.
     """
     time_s: dict[str, float] = defaultdict(float)
-    path = [task for task, _ in timeline.critical_path()]
-    starts_s = [*(timeline.start_s[task] for task in path), timeline.makespan_s]
-    for task, (start_s, next_s) in zip(path, pairwise(starts_s), strict=True):
-        time_s[name(timeline.tasks.what[task])] += next_s - start_s
+    for step, spent_s in zip(timeline.critical_path(), timeline.critical_s(), strict=True):
+        time_s[name(timeline.tasks.what[step.task])] += spent_s
     total_s = sum(time_s.values())
     shares = {place: spent_s / total_s for place, spent_s in time_s.items() if spent_s > 0}
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
@@ -76,19 +73,22 @@ def critical_shares(
 def sensitivity(
     timeline: Timeline, name: Callable[[Task], str] = task_place, most: int = 6
 ) -> dict[str, float]:
-    """Return the relative change of the epoch time (at most 0) if tasks of a name are shorter.
+    """Return the relative change of the epoch time if tasks of a name are shorter.
 
-    Shorter by ``LESS``; for the ``most`` names with the largest shares of the critical path.
-    Tasks that are not on the critical path have no effect.
+    Shorter by ``LESS``; for the ``most`` names with the largest shares of the critical path. It is
+    0 or less, unless messages and exchanges then take turns in another order on a link or port.
     """
-    names = [name(task) for task in timeline.tasks.what]
+    tasks = timeline.tasks
+    names = [name(task) for task in tasks.what]
     found = {}
     for chosen in list(critical_shares(timeline, name))[:most]:
-        durations = [
-            time_s * (1 - LESS) if at == chosen else time_s
-            for at, time_s in zip(names, timeline.tasks.duration_s, strict=True)
-        ]
-        found[chosen] = _makespan_s(timeline, durations) / timeline.makespan_s - 1
+        factors = [1 - LESS if at == chosen else 1.0 for at in names]
+        shorter = replace(
+            tasks,
+            duration_s=[s * f for s, f in zip(tasks.duration_s, factors, strict=True)],
+            port_s=[s * f for s, f in zip(tasks.port_s, factors, strict=True)],
+        )
+        found[chosen] = simulate(shorter).makespan_s / timeline.makespan_s - 1
     return found
 
 
@@ -97,9 +97,9 @@ def what_ifs(
 ) -> dict[str, float]:
     """Return the seconds of an epoch for each change; ``timeline`` is of the unchanged program.
 
-    The changes: twice the bandwidth between stages, and among shards; the busiest rank half and
-    twice as fast; nothing overlapped. Changes that have no meaning with a single stage, shard or
-    rank are left out.
+    The changes: twice the bandwidth between stages, and among shards, each also where a port is
+    filled; the busiest rank half and twice as fast; nothing overlapped. Changes that have no
+    meaning with a single stage, shard or rank are left out.
     """
     placement, ranks = program.placement, program.placement.num_ranks
     tasks = timeline.tasks
@@ -108,9 +108,15 @@ def what_ifs(
     found = {}
 
     def with_twice_the_bandwidth(time_of: Callable[[Task], float | None]) -> float:
-        times = map(time_of, tasks.what)
+        times = [time_of(task) for task in tasks.what]
         durations = zip(times, tasks.duration_s, strict=True)
-        return _makespan_s(timeline, [s if new is None else new for new, s in durations])
+        filled = zip(times, tasks.port_s, strict=True)
+        faster = replace(
+            tasks,
+            duration_s=[s if new is None else new for new, s in durations],
+            port_s=[s if new is None else s / 2 for new, s in filled],
+        )
+        return simulate(faster).makespan_s
 
     if len(program.stages) > 1:
         found["twice the bandwidth between stages"] = with_twice_the_bandwidth(
@@ -125,7 +131,8 @@ def what_ifs(
             time_s / factor if resource == busiest else time_s
             for resource, time_s in zip(tasks.resource, tasks.duration_s, strict=True)
         ]
-        found[f"rank {busiest} {words} as fast"] = _makespan_s(timeline, durations)
+        changed = replace(tasks, duration_s=durations)
+        found[f"rank {busiest} {words} as fast"] = simulate(changed).makespan_s
     if ranks > 1:
         blocking = program_tasks(program, costs, order, overlap=False)
         found["nothing overlapped"] = simulate(blocking).makespan_s
@@ -161,7 +168,3 @@ def _fast_collective_s(task: Task, costs: ProfiledCosts, placement: Placement) -
     parts = costs.shard_sum_phases() if task.kind is TaskKind.REDUCE_GRADIENTS else 1
     copy_bytes = parts * task.size_bytes / costs.shard_sum_bytes(stage, 1)
     return costs.shard_sum_s(stage, round(copy_bytes / 2)) / parts
-
-
-def _makespan_s(timeline: Timeline, durations: list[float]) -> float:
-    return simulate(replace(timeline.tasks, duration_s=durations)).makespan_s

@@ -160,8 +160,8 @@ def measure_links(
 def measure_all_links(mesh: Mesh, test: LinkTest) -> Links:
     """Links for plans of any shape; ``mesh`` has one stage whose shards are all ranks.
 
-    Exchanges and sums are also measured between two shards, on all pairs of ranks at once: over a
-    network each rank of a larger group has less of its bandwidth.
+    Exchanges and sums are also measured between two shards, on the pairs of ranks 0 and 1, 2 and 3,
+    and so on at once: over a network, a larger group reaches a smaller part of a link's bandwidth.
     """
     found = measure_links(mesh, test, list(pairwise(range(mesh.world_size))), False)
     if mesh.world_size <= 2:
@@ -169,10 +169,8 @@ def measure_all_links(mesh: Mesh, test: LinkTest) -> Links:
     ranks = range(mesh.world_size)
     placement = Placement(tuple(tuple(ranks[first : first + 2]) for first in ranks[::2]))
     pairs = Mesh.of(mesh, placement, mesh.collectives)
-    try:
-        exchange, shard_sum = _shard_links(pairs, test)
-    finally:
-        pairs.forget()
+    exchange, shard_sum = _shard_links(pairs, test)
+    pairs.close_groups()  # after an error messages may be under way, and closing would wait
     return replace(found, pair_exchange=exchange, pair_sum=shard_sum)
 
 

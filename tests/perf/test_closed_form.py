@@ -1,5 +1,6 @@
 """The closed form of an epoch beside the simulator, and alike shards that are simulated once."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -7,6 +8,7 @@ from profiles import profile_of
 
 from gnnpipe.config import TrainConfig
 from gnnpipe.perf.closed_form import ClosedForm
+from gnnpipe.perf.profile import LinkTimes
 from gnnpipe.perf.profiled_costs import ProfiledCosts
 from gnnpipe.perf.simulate import simulate
 from gnnpipe.perf.unroll import program_tasks
@@ -94,6 +96,16 @@ def test_several_ranks_take_about_what_the_simulator_says(shape):
     work = workload()
     dag = plan_of(work, *shape)
     assert ClosedForm(work, shape[2]).time_s(dag) == pytest.approx(simulated_s(work, dag), rel=0.15)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 8), (4, 2, 16)])
+def test_an_exchange_fills_a_port_for_no_longer_than_it_takes(shape):
+    """Messages may be slower than exchanges."""
+    work = workload()
+    slow = LinkTimes(5e-5, 1.25e8, 0.0)
+    work = replace(work, profile=replace(work.profile, message=slow))
+    dag = plan_of(work, *shape)
+    assert ClosedForm(work, shape[2]).time_s(dag) == pytest.approx(simulated_s(work, dag), rel=0.1)
 
 
 def test_memory_grows_with_the_chunks_in_flight():

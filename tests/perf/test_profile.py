@@ -26,6 +26,9 @@ def test_a_link_of_two_shards_is_that_of_pairs_if_measured(profile):
     quick = LinkTimes(1e-6, 1e10, 0.0)
     both = replace(profile, pair_exchange=quick, pair_sum=quick)
     assert Profile.from_json(both.to_json()) == both
+    data = json.loads(profile.to_json())
+    del data["pair_exchange"], data["pair_sum"]
+    assert Profile.from_json(json.dumps(data)) == profile  # written before there were pairs
     for name in ("exchange", "shard_sum"):
         measured = getattr(profile, name)
         assert profile.link(name, 2) == both.link(name) == both.link(name, 4) == measured

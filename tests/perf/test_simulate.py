@@ -226,13 +226,43 @@ def test_messages_and_exchanges_of_a_rank_share_its_ports():
     into = next(i for i, one in enumerate(tasks.resources) if one.name == "into rank 2")
     through = [t for t in range(len(tasks)) if into in tasks.ports[t]]
     # Of a chunk: a message, and an exchange of each of the stage's two layers, each way.
-    filled = {"SEND_F": [1.0], "EXCHANGE_F": [0.5] * 2, "EXCHANGE_B": [0.5] * 2}
-    for kind, shares in filled.items():
-        found = [tasks.port_share[t] for t in through if tasks.what[t].kind == kind]
-        assert found == shares * chunks
+    filled = {"SEND_F": [3.0], "EXCHANGE_F": [1.0] * 2, "EXCHANGE_B": [1.0] * 2}
+    for kind, filled_s in filled.items():
+        found = [tasks.port_s[t] for t in through if tasks.what[t].kind == kind]
+        assert found == filled_s * chunks
     assert shared.makespan_s > apart.makespan_s
-    assert shared.makespan_s >= chunks * (3.0 + 1.0) * 2
-    assert sum(critical_shares(shared).values()) == pytest.approx(1)
+
+
+def test_a_port_serves_others_until_all_that_a_task_needs_is_free():
+    tasks = Tasks()
+    link, other, out, into = (tasks.open(name, in_order=False) for name in "abcd")
+    exchange = Task(TaskKind.EXCHANGE_FORWARD, 0)
+    message = Task(TaskKind.SEND_FORWARD, 0)
+    # Two exchanges of 2 s fill the port for 1 s each; a message of 1 s fits between them.
+    exchanges = [tasks.add(exchange, link, 2.0, (), (out,), 1.0) for _ in range(2)]
+    between = tasks.add(message, other, 1.0, (), (out,), 1.0)
+    timeline = simulate(tasks)
+    assert [timeline.start_s[task] for task in (*exchanges, between)] == [0.0, 2.0, 1.0]
+    # A message waits until 10 s for the port of its target; an exchange does not wait for it.
+    tasks.add(message, tasks.open("e", in_order=False), 12.0, (), (into,), 12.0)
+    late = tasks.add(message, tasks.open("f", in_order=False), 1.0, (), (out, into), 1.0)
+    timeline = simulate(tasks)
+    assert [timeline.start_s[task] for task in (*exchanges, between)] == [0.0, 2.0, 1.0]
+    assert timeline.start_s[late] == 12.0
+    assert timeline.busy_s() == [4.0, 1.0, 4.0, 13.0, 12.0, 1.0]
+
+
+def test_a_task_is_critical_until_it_leaves_the_port_that_the_next_one_waits_for():
+    tasks = Tasks()
+    out = tasks.open("out", in_order=False)
+    exchange = Task(TaskKind.EXCHANGE_FORWARD, 0)
+    message = Task(TaskKind.SEND_FORWARD, 0, peer=1)
+    tasks.add(exchange, tasks.open("shards", in_order=False), 3.0, (), (out,), 1.0)
+    tasks.add(message, tasks.open("link", in_order=False), 4.0, (), (out,), 4.0)
+    timeline = simulate(tasks)
+    assert timeline.makespan_s == 5.0
+    assert timeline.critical_s() == [1.0, 4.0]
+    assert critical_shares(timeline) == {"transfer 0 to 1": 0.8, "exchange in stage 0": 0.2}
 
 
 def test_what_waits_for_ever_is_named():
@@ -258,11 +288,14 @@ def any_tasks(draw):
     for task in range(draw(st.integers(1, 25))):
         earlier = draw(st.sets(st.integers(0, task - 1), max_size=3)) if task else ()
         duration = float(draw(st.integers(0, 9)))
-        first, share = draw(st.sampled_from(on)), draw(st.sampled_from([0.0, 0.5, 1.0]))
+        first, filled_s = (
+            draw(st.sampled_from(on)),
+            draw(st.sampled_from([0.0, 0.5, 1.0])) * duration,
+        )
         links = [r for r in on if r != first and not tasks.resources[r].in_order]
         ports = draw(st.sets(st.sampled_from(links))) if links else ()
         what = Task(TaskKind.FORWARD, 0)
-        tasks.add(what, first, duration, tuple(earlier), tuple(ports), share)
+        tasks.add(what, first, duration, tuple(earlier), tuple(ports), filled_s)
     return tasks
 
 
@@ -294,8 +327,7 @@ def held(tasks, task):
 
 def left_s(timeline, task):
     """When a task leaves its ports."""
-    tasks = timeline.tasks
-    return timeline.start_s[task] + tasks.port_share[task] * tasks.duration_s[task]
+    return timeline.start_s[task] + timeline.tasks.port_s[task]
 
 
 def assert_it_is_a_timeline(timeline):
@@ -321,9 +353,7 @@ def assert_it_is_a_timeline(timeline):
         is_needed = a.task in tasks.before[b.task]
         assert is_needed or b.reason == "resource"
         assert is_needed or held(tasks, a.task) & held(tasks, b.task)
-    critical = sum(tasks.duration_s[step.task] for step in path)
-    assert critical == timeline.makespan_s or any(tasks.ports)
-    assert critical >= timeline.makespan_s >= longest(tasks)
+    assert sum(timeline.critical_s()) == timeline.makespan_s >= longest(tasks)
     assert timeline.makespan_s >= max(timeline.busy_s())
     assert min(timeline.bubble_s()) >= 0
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import count
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gnnpipe.cli.main import main
 from gnnpipe.config import TrainConfig
 from gnnpipe.perf import Profile
 from gnnpipe.profiling import profile, steps
+from gnnpipe.profiling.links import _shard_links
 
 SMALL = [
     "profile",
@@ -181,6 +183,27 @@ def test_three_ranks_measure_exchanges_of_two_shards_as_well(tmp_path):
     for name, pair in (("exchange", found.pair_exchange), ("shard_sum", found.pair_sum)):
         assert pair.time_s(1 << 23) > pair.time_s(1 << 10) > 0
         assert found.link(name, 2) == pair != found.link(name, 3) == getattr(found, name)
+
+
+def _stages_that_are_measured():
+    measured = []
+
+    def record(mesh, test):
+        measured.append(mesh.placement.stages)
+        return _shard_links(mesh, test)
+
+    with patch("gnnpipe.profiling.links._shard_links", record):
+        assert main([*SMALL, "--chunks", "2"]) == 0
+    return measured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "pairs"), [(2, []), (3, [((0, 1), (2,))]), (5, [((0, 1), (2, 3), (4,))])]
+)
+def test_exchanges_are_measured_among_all_ranks_and_among_pairs(ranks, pairs):
+    found = run_ranks(_stages_that_are_measured, ranks)
+    assert found == [[(tuple(range(ranks)),), *pairs]] * ranks
 
 
 def _profile_of_too_many_chunks():

@@ -98,8 +98,11 @@ class Mesh(World):
         """The shard of this rank."""
         return self.placement.shard(self.rank)
 
-    def forget(self) -> None:
-        """Close what this mesh has beyond its ``World``, whose process groups stay open."""
+    def close_groups(self) -> None:
+        """Stop the thread that starts messages, and destroy the process groups that ``of`` made.
+
+        The groups of the world stay open. Not for a mesh that ``of`` returned unchanged.
+        """
         self.start_thread.close()
         for group in (self.graph_group, self.down_group, self.backward_group):
             if group is not None:
